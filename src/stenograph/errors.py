@@ -1,0 +1,98 @@
+"""The exception tree: every error says what, what was got, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StenographError(Exception):
+    """Root of everything that Stenograph raises on purpose."""
+
+
+class ConfigError(StenographError):
+    """The user's input is wrong; stops at start-up, names the field and the remedy."""
+
+
+class RequestError(StenographError):
+    """The agent's request is wrong; its dialect renders it as a 4xx.
+
+    `code` is the protocol's machine-readable word where it has one; `retry` tells SDKs whether trying again can help.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        retry: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry = retry
+
+
+class RolloutError(StenographError):
+    """One attempt failed; recorded on the rollout, never fatal to its siblings."""
+
+
+class EngineError(RolloutError):
+    """The inference engine failed; `status` is the HTTP status that it answered or that fits."""
+
+    def __init__(self, message: str, *, status: int = 500, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class ContextOverflow(EngineError):
+    """The prompt leaves no room for output: `num_tokens` asked, `limit` allowed."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens, the context holds {limit}; shorten the conversation", status=400
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot take requests now."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, status=503, retry_after_s=retry_after_s)
+
+
+class TraceError(RolloutError):
+    """A turn could not be recorded or read back."""
+
+
+class AgentError(RolloutError):
+    """The agent program could not be run to its end."""
+
+
+class SandboxError(RolloutError):
+    """The agent's sandbox failed."""
+
+
+class JudgeError(RolloutError):
+    """The judge raised, or answered something that is not a reward."""
+
+
+class CheckpointError(StenographError):
+    """A checkpoint could not be written or read."""
+
+
+@contextmanager
+def boundary(error: type[StenographError], action: str) -> Iterator[None]:
+    """Attribute foreign exceptions raised in the block to `error`; ours and cancellation pass untouched."""
+    try:
+        yield
+    except StenographError:
+        raise
+    except Exception as e:
+        raise error(f"could not {action}: {type(e).__name__}: {e}") from e

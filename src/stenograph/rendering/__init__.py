@@ -1,0 +1,1 @@
+"""Conversation <-> token ids."""

@@ -1,0 +1,1 @@
+"""Attempts at tasks, in groups, ahead of the trainer by at most max_staleness."""

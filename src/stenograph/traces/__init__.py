@@ -1,0 +1,1 @@
+"""The record: trees, stores, samples, the ledger."""

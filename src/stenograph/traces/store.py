@@ -1,0 +1,97 @@
+"""The seam to the record: what a session's turns are, and where every sampled token ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from stenograph.traces.tree import TraceTree
+from stenograph.types import Sample, Turn
+
+State = Literal["open", "sealed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as outsiders see it."""
+
+    id: str
+    state: State
+    num_turns: int
+    num_tokens: int  # sampled
+    policy_versions: tuple[int, int] | None  # oldest, newest
+    metadata: Mapping[str, Any]
+    reward: float | None
+    status: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where sampled tokens ended: trained + masked + dropped + in_flight = sampled."""
+
+    sampled: int = 0
+    trained: int = 0
+    masked: Mapping[str, int] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    in_flight: int = 0
+
+    @property
+    def balanced(self) -> bool:
+        ended = self.trained + sum(self.masked.values()) + sum(self.dropped.values())
+        return ended + self.in_flight == self.sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Why a branch began: the first difference between the recorded conversation and the one that came."""
+
+    turn: str
+    parent_turn: str | None
+    message: int | None
+    role: str | None
+    field: str | None
+    before: str | None
+    after: str | None
+    char: int | None
+    token: int
+    cause: str
+    setting: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Disposition:
+    """What became of a session's trainable tokens: `trained`, or `dropped` for `reason`."""
+
+    kind: Literal["trained", "dropped"]
+    reason: str | None = None
+
+
+class TraceStore(Protocol):
+    """Sessions and their turns. Every method may be called from any thread; unknown sessions raise TraceError."""
+
+    def open(self, session: str, metadata: Mapping[str, Any]) -> None: ...
+
+    def get(self, session: str) -> SessionInfo: ...
+
+    def tree(self, session: str) -> TraceTree: ...
+
+    def commit(self, session: str, parent: str | None, turn: Turn) -> None:
+        """Record `turn` below `parent`, atomically: after an error nothing of it is there."""
+        ...
+
+    def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None: ...
+
+    def samples(self, session: str) -> list[Sample]: ...
+
+    def ledger(self, session: str) -> Ledger: ...
+
+    def drift(self, session: str) -> list[Drift]: ...
+
+    def settle(self, session: str, disposition: Disposition) -> None:
+        """Say where the tokens still in flight ended; a token is settled once."""
+        ...
+
+    def release(self, sessions: Iterable[str]) -> list[str]:
+        """Forget sessions; unknown and repeated ids are ignored. Returns those released."""
+        ...

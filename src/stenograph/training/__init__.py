@@ -1,0 +1,1 @@
+"""Models, packing, optimizer steps, weight publishing."""

@@ -1,0 +1,187 @@
+"""The records: frozen, free of I/O, torch and any wire format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]  # [tokens]
+Logprobs = NDArray[np.float32]  # [tokens]
+Mask = NDArray[np.bool_]  # [tokens]
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+FinishReason = Literal["stop", "length", "abort"]
+EndedBy = Literal["eos", "stop", "length", "abort"]
+LogprobsMode = Literal["raw", "processed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One piece of work for an agent; `data` is the source's own, `judge` overrides the run's judge."""
+
+    id: str
+    prompt: str
+    answer: str | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    sandbox: Mapping[str, Any] | None = None
+    judge: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent program left behind; the judge's input."""
+
+    answer: str | None
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    workdir: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A reward and the named parts that it was made of."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model wrote it: `arguments` is its raw text, valid JSON or not."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message in canonical form; parts of text are already joined."""
+
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a request says, free of its protocol."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample, every value explicit. top_k 0 and top_p 1 are full support; seed None leaves it to the engine."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What sampled ids say, once parsed. A call that does not parse stays in `content` the way the model wrote it."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def message(self) -> Message:
+        return Message("assistant", self.content, self.reasoning, self.tool_calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One recorded call. `versions` are spans (start offset in output_ids, policy version), first start 0."""
+
+    id: str
+    prompt_ids: Ids
+    output_ids: Ids
+    rollout_logprobs: Logprobs  # [output tokens]
+    versions: tuple[tuple[int, int], ...]
+    finish_reason: FinishReason
+    ended_by: EndedBy
+    sampling: Sampling
+    logprobs_mode: LogprobsMode
+    conversation: Conversation
+    reply: Reply
+    role: str = "main"
+    notes: tuple[str, ...] = ()
+    started_s: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """Where one turn's output lies in a sample: ids[start:end]."""
+
+    turn: str
+    start: int
+    end: int
+    ended_by: EndedBy
+    temperature: float
+    top_p: float
+    logprobs_mode: LogprobsMode
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One branch flattened for training; every array has len(ids), 0.0 and -1 where the token was not sampled."""
+
+    session: str
+    branch: int
+    role: str
+    rollout_id: str | None
+    group_id: str | None
+    task_id: str | None
+    reward: float | None
+    ids: Ids
+    loss_mask: Mask
+    rollout_logprobs: Logprobs
+    versions: NDArray[np.int32]
+    turns: tuple[TurnSpan, ...]
+
+
+RolloutStatus = Literal["completed", "agent_failed", "timeout", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A task's attempt. Whatever went wrong is data here: `status` and `error`."""
+
+    id: str
+    group_id: str
+    task: Task
+    session: str
+    reward: float | None
+    status: RolloutStatus
+    error: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
