@@ -119,10 +119,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One recorded call. `versions` are spans (start offset in output_ids, policy version), first start 0."""
+    """One recorded call, as a difference to the turn that it continues.
+
+    `context_ids` and `messages` are what came after that turn (everything, where it continues none).
+    `versions` are spans (start offset in output_ids, policy version); the first starts at 0.
+    """
 
     id: str
-    prompt_ids: Ids
+    context_ids: Ids
     output_ids: Ids
     rollout_logprobs: Logprobs  # [output tokens]
     versions: tuple[tuple[int, int], ...]
@@ -130,11 +134,12 @@ class Turn:
     ended_by: EndedBy
     sampling: Sampling
     logprobs_mode: LogprobsMode
-    conversation: Conversation
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
     reply: Reply
     role: str = "main"
     notes: tuple[str, ...] = ()
-    started_s: float = 0.0
+    started_s: float = 0.0  # Unix time
     seconds: float = 0.0
 
 
