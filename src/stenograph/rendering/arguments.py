@@ -1,0 +1,43 @@
+"""The text between the brackets: a call's arguments exactly as the model spelled them."""
+
+from __future__ import annotations
+
+import json
+
+_DECODER = json.JSONDecoder()
+_SPACE = " \t\n\r"
+
+
+def raw_value(text: str, key: str) -> str | None:
+    """The text of `key`'s value in the JSON object `text`, untouched; None where `text` is no such object.
+
+    Of repeated keys the last counts, as in `json.loads`.
+    """
+    at = _skip_space(text, 0)
+    if text[at : at + 1] != "{":
+        return None
+    at = _skip_space(text, at + 1)
+    found: str | None = None
+    try:
+        while text[at : at + 1] == '"':
+            name, at = _DECODER.raw_decode(text, at)
+            at = _skip_space(text, at)
+            if text[at : at + 1] != ":":
+                return None
+            start = _skip_space(text, at + 1)
+            _, at = _DECODER.raw_decode(text, start)
+            if name == key:
+                found = text[start:at]
+            at = _skip_space(text, at)
+            if text[at : at + 1] != ",":
+                break
+            at = _skip_space(text, at + 1)
+    except (ValueError, RecursionError):
+        return None
+    return found if text[at : at + 1] == "}" else None
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in _SPACE:
+        at += 1
+    return at

@@ -1,0 +1,72 @@
+"""Which rendering a config means: a family by name, the family of a known model, or the model's own chat template."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from stenograph.config import ModelConfig
+from stenograph.errors import ConfigError
+from stenograph.rendering.base import Rendering
+from stenograph.rendering.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_rendering(config: ModelConfig) -> Rendering:
+    """The rendering of `config`'s model; without a model, the built-in tokenizer under the Qwen3 family.
+
+    Raises ConfigError where the renderer is unknown or does not fit the tokenizer, or where there is no template.
+    """
+    from stenograph.rendering.family import FamilyRendering
+
+    tokenizer = load_tokenizer(config)
+    options = _renderer_options(config)
+    if options is None:
+        raise ConfigError("model.chat_template: rendering by template is not built yet; set model.renderer")
+    return FamilyRendering(tokenizer, _create_renderer(tokenizer, options, config))
+
+
+def _renderer_options(config: ModelConfig) -> dict[str, Any] | None:
+    """{name, options...} of the family to use; None for the chat template."""
+    from renderers.base import MODEL_RENDERER_MAP
+
+    given = config.renderer
+    options: dict[str, Any] = {"name": given} if isinstance(given, str) else dict(given or {"name": "auto"})
+    if options.get("name") == "default":
+        return None
+    if options.get("name") != "auto":
+        return options
+    if config.chat_template is not None:
+        return None
+    name = "qwen3" if config.path is None else MODEL_RENDERER_MAP.get(config.path)
+    return {**options, "name": name} if name is not None else None
+
+
+def _create_renderer(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], config: ModelConfig) -> Renderer:
+    from renderers import RendererConfig, create_renderer
+
+    adapter: TypeAdapter[Any] = TypeAdapter(RendererConfig)
+
+    def create(**more: Any) -> Renderer:
+        try:
+            return create_renderer(tokenizer, adapter.validate_python({**options, **more}))
+        except ValidationError as e:
+            first = e.errors()[0]
+            raise ConfigError(f"model.renderer: {first['msg']}, got {first['input']!r}") from e
+        except (AssertionError, ValueError, TypeError, KeyError, ImportError) as e:
+            raise ConfigError(
+                f"model.renderer: {options.get('name')!r} does not fit this model: {e}; set model.renderer to the "
+                "model's family or model.chat_template to a Jinja file"
+            ) from e
+
+    if config.thinking_retention == "all":
+        return create(thinking_retention="all")
+    renderer = create()
+    # A family whose template never drops reasoning derives "all", which keeps more than "tool_cycle" asks for.
+    if config.thinking_retention == "tool_cycle" and renderer.effective_thinking_retention == "template":
+        return create(thinking_retention="tool_cycle")
+    return renderer

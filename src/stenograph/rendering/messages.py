@@ -1,0 +1,58 @@
+"""Canonical records as the plain dicts that templates read; raw argument text passes through unparsed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stenograph.types import Conversation, Message, Tool
+
+
+def tool_dicts(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """Tools in the envelope that chat templates are written for; None where there are none."""
+    if not tools:
+        return None
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
+        }
+        for tool in tools
+    ]
+
+
+def message_dicts(conversation: Conversation, start: int = 0) -> list[dict[str, Any]]:
+    """messages[start:]; a tool result without a name takes that of the call it answers, wherever that call stands."""
+    return [_message_dict(conversation.messages, i) for i in range(start, len(conversation.messages))]
+
+
+def _message_dict(messages: Sequence[Message], index: int) -> dict[str, Any]:
+    message = messages[index]
+    # Templates know one kind of instruction, and many drop a role that they do not know without a word.
+    role = "system" if message.role == "developer" else message.role
+    out: dict[str, Any] = {"role": role, "content": message.content}
+    if message.reasoning:
+        out["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    name = message.name or (_called_name(messages, index) if message.role == "tool" else None)
+    if name:
+        out["name"] = name
+    return out
+
+
+def _called_name(messages: Sequence[Message], index: int) -> str | None:
+    """The name in the call that the tool result at `index` answers: the nearest call with its id."""
+    wanted = messages[index].tool_call_id
+    if wanted is None:
+        return None
+    for message in reversed(messages[:index]):
+        for call in message.tool_calls:
+            if call.id == wanted:
+                return call.name
+    return None
