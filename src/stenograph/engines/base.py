@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -59,7 +59,7 @@ class Engine(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    def generate(self, request: Generate) -> AsyncIterator[Chunk]: ...
+    def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]: ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating: `finish` lets requests in flight end, `abort` ends them, `keep` freezes them."""

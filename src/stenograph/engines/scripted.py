@@ -1,0 +1,211 @@
+"""The public fake: a script instead of a model, true to the protocol down to its faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from stenograph.engines.base import Capabilities, Chunk, Generate, PauseMode, WeightSource
+from stenograph.errors import ConfigError, ContextOverflow, EngineError, EngineUnavailable
+from stenograph.rendering.base import Rendering
+from stenograph.types import FinishReason, Ids, Logprobs, Reply, ToolCall
+
+_FAULTS = ("error", "refuse", "overflow", "hang", "cut", "garbage", "counts", "slow:", "pace:")
+_FIELDS = {"content", "reasoning", "tool_calls", "text", "finish_reason", "fault", "when", "once"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One assistant turn of a script, in ids."""
+
+    ids: Ids
+    finish_reason: FinishReason = "stop"
+    fault: str | None = None
+    when: str | None = None  # serves every request whose last message contains this
+    once: bool = False
+
+
+def load_script(path: Path, rendering: Rendering) -> list[Line]:
+    """Read a JSONL script. Raises ConfigError naming the line."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"engine.script: cannot read {path}: {e}; give a JSONL file") from e
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"engine.script: {path} is empty; write one assistant turn a line")
+    return [_read_line(line, f"{path}:{n}", rendering) for n, line in lines]
+
+
+class ScriptedEngine:
+    """Answers by script: one cursor per session; lines with `when` stand outside of the order."""
+
+    def __init__(self, script: list[Line], *, context_length: int = 1_000_000, seed: int = 0) -> None:
+        self.capabilities = Capabilities(context_length=context_length, logprobs_mode="raw", seeded=False)
+        self._ordered = [line for line in script if line.when is None]
+        self._triggered = [line for line in script if line.when is not None]
+        self._cursors: defaultdict[str, int] = defaultdict(int)
+        self._used: set[tuple[str, int]] = set()
+        self._seed = seed
+        self._version = 0
+        self._running = asyncio.Event()
+        self._running.set()
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._aborted = asyncio.Event()
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
+        await self._running.wait()
+        line = self._next(request)
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            async for chunk in self._play(line, request):
+                yield chunk
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._idle.set()
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._running.clear()
+        if mode == "abort":
+            self._aborted.set()
+        if mode != "keep":
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        self._aborted.clear()
+        self._running.set()
+
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        self._version = version
+
+    async def sleep(self) -> None:
+        """Nothing to give back."""
+
+    async def wake(self) -> None:
+        """Nothing was given back."""
+
+    async def health(self) -> None:
+        """A script can always be played."""
+
+    async def aclose(self) -> None:
+        self._aborted.set()
+        self._running.set()
+
+    def _next(self, request: Generate) -> Line:
+        for n, line in enumerate(self._triggered):
+            if line.when is not None and line.when in request.last_message:
+                if not line.once:
+                    return line
+                if (request.session, n) not in self._used:
+                    self._used.add((request.session, n))
+                    return line
+        cursor = self._cursors[request.session]
+        if cursor >= len(self._ordered):
+            raise EngineError(f"script exhausted: all {len(self._ordered)} turns are used; add lines to the script")
+        self._cursors[request.session] += 1
+        return self._ordered[cursor]
+
+    async def _play(self, line: Line, request: Generate) -> AsyncGenerator[Chunk, None]:
+        fault, _, seconds = (line.fault or "").partition(":")
+        await self._fail_early(fault, request)
+        if fault == "slow":
+            await asyncio.sleep(float(seconds))
+        ids, finish_reason = line.ids, line.finish_reason
+        if len(ids) > request.sampling.max_tokens:
+            ids, finish_reason = ids[: request.sampling.max_tokens], "length"
+        logprobs = self._logprobs(request, ids)
+        num_ids = len(ids) // 2 if fault == "cut" else len(ids)
+        for i in range(num_ids):
+            if self._aborted.is_set():
+                yield Chunk(ids[:0], logprobs[:0], self._version, "abort")
+                return
+            await asyncio.sleep(float(seconds) if fault == "pace" else 0)
+            await self._running.wait()
+            last = i == len(ids) - 1
+            short = last and fault == "counts"
+            yield Chunk(
+                ids[i : i + 1],
+                logprobs[i:i] if short else logprobs[i : i + 1],
+                self._version,
+                finish_reason if last else None,
+            )
+        if len(ids) == 0:
+            yield Chunk(ids, logprobs, self._version, finish_reason)
+
+    async def _fail_early(self, fault: str, request: Generate) -> None:
+        match fault:
+            case "error":
+                raise EngineError("scripted fault: error")
+            case "refuse":
+                raise EngineUnavailable("scripted fault: the connection was refused")
+            case "overflow":
+                raise ContextOverflow(len(request.ids), len(request.ids) - 1)
+            case "garbage":
+                raise EngineError("scripted fault: the engine's answer cannot be read")
+            case "hang":
+                await self._aborted.wait()
+            case _:
+                return
+
+    def _logprobs(self, request: Generate, ids: Ids) -> Logprobs:
+        """Plausible, and the same for the same script, prompt length and output."""
+        generator = np.random.default_rng((self._seed, len(request.ids), len(ids)))
+        return -generator.exponential(0.5, len(ids)).astype(np.float32)
+
+
+def _read_line(text: str, where: str, rendering: Rendering) -> Line:
+    try:
+        raw = orjson.loads(text)
+    except orjson.JSONDecodeError as e:
+        raise ConfigError(f"{where}: not JSON: {e}") from e
+    if not isinstance(raw, dict) or (unknown := set(raw) - _FIELDS):
+        named = f"unknown field {sorted(unknown)[0]!r}" if isinstance(raw, dict) else "not an object"  # type: ignore[possibly-undefined]
+        raise ConfigError(f"{where}: {named}; known: {', '.join(sorted(_FIELDS))}")
+    fault = raw.get("fault")
+    if fault is not None and not (isinstance(fault, str) and _is_fault(fault)):
+        raise ConfigError(f"{where}: fault {fault!r} is none of {', '.join(_FAULTS)} (slow:S, pace:S in seconds)")
+    finish_reason = raw.get("finish_reason", "stop")
+    if finish_reason not in ("stop", "length"):
+        raise ConfigError(f'{where}: finish_reason must be "stop" or "length", got {finish_reason!r}')
+    ids = rendering.encode_text(raw["text"]) if "text" in raw else rendering.encode_reply(_reply(raw, where))
+    if finish_reason == "length" and len(ids) and int(ids[-1]) in rendering.stop_token_ids:
+        ids = ids[:-1]
+    return Line(ids, finish_reason, fault, raw.get("when"), bool(raw.get("once", False)))
+
+
+def _is_fault(fault: str) -> bool:
+    name, colon, seconds = fault.partition(":")
+    if not colon:
+        return fault in _FAULTS
+    try:
+        return name + ":" in _FAULTS and float(seconds) >= 0
+    except ValueError:
+        return False
+
+
+def _reply(raw: dict[str, Any], where: str) -> Reply:
+    try:
+        calls = tuple(
+            ToolCall(
+                "", call["name"], arguments if isinstance(arguments := call["arguments"], str) else _dumps(arguments)
+            )
+            for call in raw.get("tool_calls") or ()
+        )
+    except (KeyError, TypeError) as e:
+        raise ConfigError(f'{where}: tool_calls must be a list of {{"name", "arguments"}}: {e}') from e
+    return Reply(raw.get("content") or "", raw.get("reasoning") or "", calls)
+
+
+def _dumps(arguments: Any) -> str:
+    return orjson.dumps(arguments).decode()

@@ -1,0 +1,153 @@
+"""The session addresses: open, read, seal and release what agents wrote."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import orjson
+from aiohttp import web
+
+from stenograph.errors import RequestError
+from stenograph.gateway.sessions import Session, Sessions
+from stenograph.traces.store import TraceStore
+from stenograph.traces.tree import TraceTree
+from stenograph.types import Sample
+
+
+class SessionRoutes:
+    """Answers /sessions and what is below it; the admin key is needed for all of it."""
+
+    def __init__(self, sessions: Sessions, seal_timeout_s: float) -> None:
+        self._sessions = sessions
+        self._seal_timeout_s = seal_timeout_s
+        self.public_url = ""
+
+    async def handle(self, request: web.Request, path: str, key: str | None) -> web.Response:
+        self._sessions.require_admin(key)
+        parts = path.split("/")[2:]
+        match request.method, parts:
+            case "POST", []:
+                return self._open(await _body(request))
+            case "GET", [id]:
+                return _json(self._info(self._sessions.find(id)))
+            case "DELETE", [id]:
+                return _json({"released": await self._release(id)})
+            case "POST", [id, "seal"]:
+                return await self._seal(self._sessions.find(id), await _body(request))
+            case "GET", [id, "tree" | "samples" | "drift" | "ledger" as what]:
+                session = self._traced(id)
+                return _json(_READ[what](self._sessions.store, session, request.query.get("ids") == "1"))
+        raise RequestError(f"{request.method} {path} is not an address of this gateway", status=404, retry=False)
+
+    def _open(self, body: dict[str, Any]) -> web.Response:
+        traced, ttl_s, metadata = body.get("traced", True), body.get("ttl_s"), body.get("metadata", {})
+        if not isinstance(traced, bool):
+            raise RequestError(f"traced: must be true or false, got {traced!r}")
+        if ttl_s is not None and not (isinstance(ttl_s, int | float) and ttl_s > 0):
+            raise RequestError(f"ttl_s: must be a positive number of seconds, got {ttl_s!r}")
+        if not isinstance(metadata, dict):
+            raise RequestError(f"metadata: must be an object, got {metadata!r}")
+        session = self._sessions.open(traced=traced, ttl_s=ttl_s, metadata=metadata)
+        opened = {"id": session.id, "api_key": session.api_key, "base_url": f"{self.public_url}/s/{session.id}"}
+        return _json(opened, status=201)
+
+    def _info(self, session: Session) -> dict[str, Any]:
+        info = {"id": session.id, "state": session.state, "num_turns": 0, "num_tokens": 0}
+        info |= {"policy_versions": None, "metadata": session.metadata}
+        if session.traced:
+            held = self._sessions.store.get(session.id)
+            info |= {"num_turns": held.num_turns, "num_tokens": held.num_tokens}
+            info |= {"policy_versions": held.policy_versions}
+        return info
+
+    async def _seal(self, session: Session, body: dict[str, Any]) -> web.Response:
+        reward, status = body.get("reward"), body.get("status")
+        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+            raise RequestError(f"reward: must be a number, got {reward!r}")
+        if status is not None and not isinstance(status, str):
+            raise RequestError(f"status: must be a text, got {status!r}")
+        await self._sessions.seal(session, self._seal_timeout_s, reward, status)
+        return _json(self._info(session))
+
+    async def _release(self, id: str) -> list[str]:
+        try:
+            session = self._sessions.find(id)
+        except RequestError:
+            return []
+        return await self._sessions.close(session)
+
+    def _traced(self, id: str) -> str:
+        if not self._sessions.find(id).traced:
+            raise RequestError(f"session {id} is untraced: nothing of it is recorded", status=404, retry=False)
+        return id
+
+
+def _tree(store: TraceStore, session: str, with_ids: bool) -> dict[str, Any]:
+    return describe_tree(store.tree(session), with_ids)
+
+
+def describe_tree(tree: TraceTree, with_ids: bool) -> dict[str, Any]:
+    """Nodes and turns as the contract has them."""
+    nodes = []
+    for node in tree.nodes():
+        parent = node.parent.id if node.parent is not None and node.parent.parent is not None else None
+        described = {"id": node.id, "parent": parent, "kind": node.kind, "start": node.start, "length": len(node.ids)}
+        described |= {"turn": node.turn} if node.turn is not None else {}
+        nodes.append(described | ({"ids": node.ids} if with_ids else {}))
+    turns = [
+        {
+            "id": turn.id,
+            "node": tree.node(turn.id).id,
+            "state": "committed",
+            "finish_reason": turn.finish_reason,
+            "role": turn.role,
+            "versions": turn.versions,
+            "accepted": [],
+            "notes": turn.notes,
+        }
+        for turn in tree.turns.values()
+    ]
+    return {"nodes": nodes, "turns": turns}
+
+
+def _samples(store: TraceStore, session: str, with_ids: bool) -> list[dict[str, Any]]:
+    return [describe_sample(sample) for sample in store.samples(session)]
+
+
+def describe_sample(sample: Sample) -> dict[str, Any]:
+    """A sample as the contract has it; arrays stay NumPy, the mask as 0 and 1."""
+    fields = ("branch", "role", "rollout_id", "group_id", "task_id", "reward", "ids", "rollout_logprobs", "versions")
+    described = {name: getattr(sample, name) for name in fields}
+    described["loss_mask"] = sample.loss_mask.astype(np.uint8)
+    described["experts"] = None
+    described["turns"] = [asdict(span) for span in sample.turns]
+    return described
+
+
+def _drift(store: TraceStore, session: str, with_ids: bool) -> list[dict[str, Any]]:
+    return [asdict(record) for record in store.drift(session)]
+
+
+def _ledger(store: TraceStore, session: str, with_ids: bool) -> dict[str, Any]:
+    return asdict(store.ledger(session))
+
+
+_READ = {"tree": _tree, "samples": _samples, "drift": _drift, "ledger": _ledger}
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    raw = await request.read()
+    try:
+        body = orjson.loads(raw) if raw else {}
+    except orjson.JSONDecodeError as e:
+        raise RequestError(f"the body is not JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise RequestError("the body must be an object")
+    return body
+
+
+def _json(payload: object, status: int = 200) -> web.Response:
+    body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+    return web.Response(body=body, status=status, content_type="application/json")

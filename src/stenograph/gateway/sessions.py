@@ -1,0 +1,146 @@
+"""Who may do what: a session's key opens that session alone, and everything in flight in it has one owner."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stenograph.errors import RequestError
+from stenograph.traces.store import TraceStore
+
+PREFIX = "steno_"
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """An address that an agent may call. `tasks` are the generations in flight, awaited by seal and close."""
+
+    id: str
+    api_key: str
+    traced: bool
+    ttl_s: float
+    metadata: Mapping[str, Any]
+    state: Literal["open", "sealed"] = "open"
+    used_s: float = field(default_factory=time.monotonic)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a generation as this session's own: it outlives a client that goes away, and ends with the session."""
+        if self.state == "sealed":
+            work.close()
+            raise RequestError(f"session {self.id} is sealed; open another", status=409, retry=False)
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self.used_s = time.monotonic()
+
+    async def settle(self, timeout_s: float) -> None:
+        """Let what is in flight finish for `timeout_s`, then cancel it; nothing runs afterwards."""
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=timeout_s)
+        while self.tasks:
+            for task in self.tasks:
+                task.cancel()
+            await asyncio.wait(self.tasks)
+
+
+class Sessions:
+    """All sessions and their keys, and the store behind them."""
+
+    def __init__(self, store: TraceStore, *, admin_key: str, require_keys: bool, ttl_s: float) -> None:
+        self.store = store
+        self._admin_key = admin_key
+        self._require_keys = require_keys
+        self._ttl_s = ttl_s
+        self._sessions: dict[str, Session] = {}
+        self._by_key: dict[str, Session] = {}
+        self.untraced = Session("", "", traced=False, ttl_s=float("inf"), metadata={})  # the admin's own calls
+
+    def open(self, *, traced: bool, ttl_s: float | None, metadata: Mapping[str, Any]) -> Session:
+        id = PREFIX + secrets.token_hex(16)
+        session = Session(id, PREFIX + "key_" + secrets.token_hex(16), traced, ttl_s or self._ttl_s, metadata)
+        if traced:
+            self.store.open(session.id, metadata)
+        self._sessions[session.id] = session
+        self._by_key[session.api_key] = session
+        return session
+
+    def find(self, id: str) -> Session:
+        session = self._sessions.get(id)
+        if session is None:
+            raise RequestError(f"unknown session {id}", status=404, retry=False)
+        return session
+
+    def require_admin(self, key: str | None) -> None:
+        if self._is_admin(key):
+            return
+        if key is None or self._by_key.get(key) is None:
+            raise _unauthorised()
+        raise RequestError("this address needs the admin key", status=403, retry=False)
+
+    def authorise(self, key: str | None, wanted: str | None) -> Session:
+        """The session that `key` may use: the one named, or the key's own. Raises 401, 403, 404."""
+        if wanted is None:
+            if self._is_admin(key):
+                return self.untraced
+            return self._own(key)
+        if self._is_admin(key):
+            return self.find(wanted)
+        own = self._own(key)
+        if own.id != wanted:
+            raise RequestError("this key belongs to another session", status=403, retry=False)
+        return own
+
+    async def seal(self, session: Session, timeout_s: float, reward: float | None, status: str | None) -> None:
+        session.state = "sealed"
+        await session.settle(timeout_s)
+        if session.traced:
+            self.store.seal(session.id, reward, status)
+
+    async def close(self, session: Session) -> list[str]:
+        """Abort what is in flight, forget the address and release the record."""
+        session.state = "sealed"
+        self._sessions.pop(session.id, None)
+        self._by_key.pop(session.api_key, None)
+        await session.settle(0)
+        if not session.traced:
+            return [session.id]
+        return self.store.release([session.id])
+
+    async def expire(self, timeout_s: float) -> None:
+        """Seal the sessions that were idle for longer than their time to live."""
+        now = time.monotonic()
+        for session in list(self._sessions.values()):
+            if session.state == "open" and not session.tasks and now - session.used_s > session.ttl_s:
+                await self.seal(session, timeout_s, None, "expired")
+
+    async def aclose(self) -> None:
+        for session in [*self._sessions.values(), self.untraced]:
+            session.state = "sealed"
+            await session.settle(0)
+
+    def _is_admin(self, key: str | None) -> bool:
+        if not self._require_keys and (key is None or key not in self._by_key):
+            return True
+        return key is not None and hmac.compare_digest(key.encode(), self._admin_key.encode())
+
+    def _own(self, key: str | None) -> Session:
+        # Keys are 128 random bits, so looking one up by hash tells an attacker nothing about another.
+        session = self._by_key.get(key) if key is not None else None
+        if session is None or key is None or not hmac.compare_digest(key.encode(), session.api_key.encode()):
+            raise _unauthorised()
+        session.used_s = time.monotonic()
+        return session
+
+
+def _unauthorised() -> RequestError:
+    told = "missing or unknown key; send the session's api_key as `Authorization: Bearer` or `x-api-key`"
+    return RequestError(told, status=401, code="invalid_api_key", retry=False)
