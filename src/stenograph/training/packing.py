@@ -1,0 +1,116 @@
+"""Packed sequences: a token shared by several of them is computed once, and sees exactly what it saw in each.
+
+A pack is the prefix tree of its sequences, laid out depth first. So the tokens that a token must see, its ancestors,
+are those before it whose subtree has not ended yet: `(j <= i) & (i < ends[j])` is the whole attention mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stenograph.training.batch import SIGNALS, TokenArrays
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One micro-batch: a forest of token positions, and the targets that some of them predict.
+
+    A position may predict several targets, since sequences part after it; `rows` are the distinct ones (distinct also
+    in temperature), and `row_of_target` names each target's row. Targets are grouped by sequence.
+    """
+
+    ids: Indices  # [tokens]
+    positions: Indices  # [tokens] distance from the sequence's start
+    ends: Indices  # [tokens] index behind the token's subtree
+    rows: Indices  # [rows] index of a predicting token
+    row_temperature: NDArray[np.float32]  # [rows]
+    row_of_target: Indices  # [targets]
+    signals: dict[str, NDArray[Any]]  # name in SIGNALS -> [targets]; "ids" are the targets' own
+    sequences: tuple[int, ...]  # where each one stood in the packed list
+    cu_seqlens: NDArray[np.int32]  # [sequences + 1] bounds of each sequence's targets
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    def scatter(self, values: NDArray[Any], into: Sequence[TokenArrays], name: str) -> None:
+        """Write a value per target back to the tokens that they belong to: `into[sequence][name]`."""
+        for n, sequence in enumerate(self.sequences):
+            arrays = into[sequence]
+            arrays[name][arrays["loss_mask"]] = values[self.cu_seqlens[n] : self.cu_seqlens[n + 1]]
+
+
+def pack(sequences: Sequence[TokenArrays], max_tokens: int) -> list[Pack]:
+    """Packs of at most `max_tokens` tokens, shared ones counted once; a longer sequence gets a pack of its own.
+
+    Deterministic: sequences are taken in the order of their ids, so that those which share a prefix are neighbours.
+    Sequences without a trainable token are left out.
+    """
+    trainable = [n for n, arrays in enumerate(sequences) if arrays["loss_mask"].any()]
+    # Big-endian bytes of ids, which are not negative, sort as the ids do; equal ids stay in the order given.
+    order = sorted(trainable, key=lambda n: sequences[n]["ids"].astype(">u4").tobytes())
+    packs: list[Pack] = []
+    chosen: list[int] = []
+    num_tokens = 0
+    for n in order:
+        ids = sequences[n]["ids"]
+        added = len(ids) - (common_prefix(sequences[chosen[-1]]["ids"], ids) if chosen else 0)
+        if chosen and num_tokens + added > max_tokens:
+            packs.append(_forest(sequences, chosen))
+            chosen, num_tokens, added = [], 0, len(ids)
+        chosen.append(n)
+        num_tokens += added
+    if chosen:
+        packs.append(_forest(sequences, chosen))
+    return packs
+
+
+def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """How many leading ids are equal."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    return int(differs.argmax()) if differs.any() else n
+
+
+def _forest(sequences: Sequence[TokenArrays], chosen: list[int]) -> Pack:
+    """Lay out sequences that are sorted by their ids: each one adds what it does not share with the one before."""
+    lengths = [len(sequences[n]["ids"]) for n in chosen]
+    ids = np.empty(sum(lengths), np.int64)
+    positions, ends = np.empty_like(ids), np.empty_like(ids)
+    predictors: list[Indices] = []
+    path, previous = np.empty(0, np.int64), np.empty(0, np.int32)  # layout index and id of the last one's tokens
+    size = 0
+    for n, length in zip(chosen, lengths, strict=True):
+        arrays = sequences[n]
+        shared = common_prefix(previous, arrays["ids"])
+        start, size = size, size + length - shared
+        ids[start:size] = arrays["ids"][shared:]
+        positions[start:size] = np.arange(shared, length)
+        path, previous = np.concatenate([path[:shared], np.arange(start, size)]), arrays["ids"]
+        ends[path] = size  # whoever comes last has the say: a token's sequences are neighbours
+        predictors.append(path[np.flatnonzero(arrays["loss_mask"]) - 1])
+
+    signals = {
+        name: np.concatenate([sequences[n][name][sequences[n]["loss_mask"]] for n in chosen]) for name in SIGNALS
+    }
+    # One row for each distinct (token, temperature); the token leads, so rows keep the layout's order.
+    pairs = np.stack([np.concatenate(predictors).astype(np.float64), signals["temperature"].astype(np.float64)])
+    rows, row_of_target = np.unique(pairs, axis=1, return_inverse=True)
+    return Pack(
+        ids=ids[:size],
+        positions=positions[:size],
+        ends=ends[:size],
+        rows=rows[0].astype(np.int64),
+        row_temperature=rows[1].astype(np.float32),
+        row_of_target=row_of_target.reshape(-1).astype(np.int64),
+        signals=signals,
+        sequences=tuple(chosen),
+        cu_seqlens=np.cumsum([0, *(len(p) for p in predictors)], dtype=np.int32),
+    )

@@ -1,0 +1,93 @@
+"""A tiny Llama with random weights, and samples for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stenograph.types import Sample, TurnSpan
+
+VOCAB = 307
+
+
+def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Two layers, hidden 64, grouped-query attention, tied embeddings; the global generator is left as it was."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        initializer_range=0.2,  # large enough for log-probabilities that differ
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    torch.nn.Module.to(model, dtype)
+    return model.eval()
+
+
+def make_sample(
+    segments: Sequence[tuple[str, Sequence[int]]],
+    *,
+    rollout: str = "r",
+    group: str | None = "g",
+    reward: float | None = 1.0,
+    branch: int = 0,
+    temperature: float = 1.0,
+    version: int = 0,
+) -> Sample:
+    """A sample from ("context" | "output", ids) pieces; the outputs are trainable."""
+    ids = np.array([i for _, piece in segments for i in piece], np.int32)
+    mask = np.array([kind == "output" for kind, piece in segments for _ in piece], bool)
+    turns, start = [], 0
+    for kind, piece in segments:
+        if kind == "output":
+            turns.append(
+                TurnSpan(f"t{start}", start, start + len(piece), "eos", temperature, 1.0, "processed"),
+            )
+        start += len(piece)
+    logprobs = np.where(mask, -0.01 * (ids + 1), 0).astype(np.float32)
+    return Sample(
+        session=f"steno_{rollout}",
+        branch=branch,
+        role="main",
+        rollout_id=rollout,
+        group_id=group,
+        task_id="task",
+        reward=reward,
+        ids=ids,
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        versions=np.where(mask, version, -1).astype(np.int32),
+        turns=tuple(turns),
+    )
+
+
+def random_groups(
+    seed: int = 0, *, num_groups: int = 2, group_size: int = 3, prompt: int = 12, outputs: tuple[int, int] = (5, 4)
+) -> list[Sample]:
+    """Groups with a prompt in common; each sample is prompt, output, context, output."""
+    rng = np.random.default_rng(seed)
+
+    def ids(n: int) -> list[int]:
+        return rng.integers(0, VOCAB, n).tolist()
+
+    samples = []
+    for g in range(num_groups):
+        shared = ids(prompt)
+        for r in range(group_size):
+            pieces = [
+                ("context", shared),
+                ("output", ids(outputs[0])),
+                ("context", ids(3)),
+                ("output", ids(outputs[1])),
+            ]
+            samples.append(make_sample(pieces, rollout=f"{g}-{r}", group=f"g{g}", reward=float(rng.random())))
+    return samples
