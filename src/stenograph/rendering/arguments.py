@@ -4,8 +4,28 @@ from __future__ import annotations
 
 import json
 
+from stenograph.types import ToolCall
+
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\n\r"
+
+
+def read_call(text: str) -> ToolCall | None:
+    """The call that `text`, a JSON object with `name` and `arguments`, makes; None where it is none."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not name:
+        return None
+    raw = raw_value(text, "arguments")
+    return ToolCall("", name, "{}" if raw is None else raw)
+
+
+def compact(arguments: object) -> str:
+    """Arguments as JSON text, for formats in which the model writes none."""
+    return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
 
 
 def raw_value(text: str, key: str) -> str | None:

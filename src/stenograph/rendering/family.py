@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from renderers import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
+from renderers.reasoning import prompt_ends_in_reasoning
 
 from stenograph.errors import RequestError, boundary
-from stenograph.rendering.arguments import raw_value
+from stenograph.rendering.arguments import compact, raw_value
 from stenograph.rendering.base import StreamParser
+from stenograph.rendering.detokenize import Detokenizer
 from stenograph.rendering.messages import message_dicts, tool_dicts
-from stenograph.rendering.stream import BufferedStream
+from stenograph.rendering.stream import BufferedStream, Markers, MarkerStream
 from stenograph.types import Conversation, Ids, Message, Reply, ToolCall
 
 if TYPE_CHECKING:
@@ -21,16 +23,20 @@ if TYPE_CHECKING:
 # These read more of the prompt than what follows its last stop token: Harmony and Inkling look for the header of
 # the message being written, Gemma 4 for an open tool response. A custom renderer may read anything.
 _READ_WHOLE_PROMPT = frozenset({"gpt-oss", "inkling", "gemma4", "custom"})
+# These mark reasoning and calls with tokens in one and the same way, so that text can be shown while it arrives.
+_MARKED = frozenset({"qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"})
 
 
 class FamilyRendering:
     """`Rendering` over one hand-written renderer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: Renderer) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: Renderer, name: str) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._name: str = renderer.config.name
+        self._name = name
         self._stop = tuple(renderer.get_stop_token_ids())
+        self._detokenizer = Detokenizer(tokenizer)
+        self._markers = self._find_markers() if name in _MARKED and Detokenizer.supports(tokenizer) else None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -57,19 +63,25 @@ class FamilyRendering:
         return _array(ids[len(known) :]) if ids[: len(known)] == known else None
 
     def parse(self, output_ids: Ids, prompt_ids: Ids, conversation: Conversation) -> Reply:
-        ids = output_ids.tolist()
+        ids = self._until_stop(output_ids.tolist())
+        tail = self._tail(prompt_ids)
         tools: Any = tool_dicts(conversation.tools)
         try:
-            parsed = self._renderer.parse_response(ids, tools=tools, prompt_ids=self._tail(prompt_ids))
-        except Exception:  # thirty parsers read what a model wrote at random: any failure of theirs means plain text
-            return Reply(self._tokenizer.decode(self._until_stop(ids)).strip())
-        return self._reply(self._until_stop(ids), parsed)
+            return self._reply(ids, self._renderer.parse_response(output_ids.tolist(), tools=tools, prompt_ids=tail))
+        except Exception:  # these parsers read what a model wrote at random: any failure of theirs means plain text
+            return self._plain_reply(ids, tail)
 
     def stream(self, prompt_ids: Ids, conversation: Conversation) -> StreamParser:
-        return BufferedStream(lambda ids: self.parse(ids, prompt_ids, conversation))
+        def parse(ids: Ids) -> Reply:
+            return self.parse(ids, prompt_ids, conversation)
+
+        if self._markers is None:
+            return BufferedStream(parse)
+        in_reasoning = prompt_ends_in_reasoning(self._tokenizer, self._tail(prompt_ids), stop_ids=frozenset(self._stop))
+        return MarkerStream(self._detokenizer, self._markers, in_reasoning, parse)
 
     def decode(self, ids: Ids) -> str:
-        return self._tokenizer.decode(ids.tolist())
+        return self._text(ids.tolist())
 
     def encode_reply(self, reply: Reply) -> Ids:
         asked = Conversation((Message("user", "."),))
@@ -80,8 +92,10 @@ class FamilyRendering:
         num_shared = len(prompt)
         if not np.array_equal(ids[:num_shared], prompt):
             num_shared = int(np.argmin(ids[:num_shared] == prompt[: len(ids)]))
-        ends = np.flatnonzero(np.isin(ids, self._stop))
-        return ids[num_shared : int(ends[-1]) + 1 if len(ends) and ends[-1] >= num_shared else len(ids)]
+        turn = ids[num_shared:]
+        ends = np.flatnonzero(np.isin(turn, self._stop))
+        # Some families end a turn with the token that opens the next one.
+        return turn[: ends[-1] + 1] if len(ends) else np.append(turn, np.int32(self._stop[0]))
 
     def encode_text(self, text: str) -> Ids:
         return _array(self._tokenizer.encode(text, add_special_tokens=False))
@@ -99,6 +113,14 @@ class FamilyRendering:
             end, size = start, size * 2
         return prompt_ids.tolist()
 
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))
+
+    def _find_markers(self) -> Markers:
+        names = ["<|im_start|>", "<think>", "</think>", "<tool_call>"]
+        turn, reasoning, reasoning_end, call = (self._tokenizer.encode(x, add_special_tokens=False)[0] for x in names)
+        return Markers(self._stop, turn, reasoning, reasoning_end, call)
+
     def _until_stop(self, ids: list[int]) -> list[int]:
         return next((ids[:i] for i, token in enumerate(ids) if token in self._stop), ids)
 
@@ -115,32 +137,38 @@ class FamilyRendering:
             end = attempt.token_span[1] if attempt.token_span is not None else end
         return Reply(content.strip(), (parsed.reasoning_content or "").strip(), tuple(calls))
 
+    def _plain_reply(self, ids: list[int], tail: list[int]) -> Reply:
+        """What a failed parser leaves: everything from the first call on is text."""
+        start = ids.index(self._markers.call_start) if self._markers and self._markers.call_start in ids else 0
+        parsed = self._renderer.parse_response(ids[:start], prompt_ids=tail) if start else None
+        before = self._reply(ids[:start], parsed) if parsed else Reply()
+        return Reply((before.content + self._text(ids[start:])).strip(), before.reasoning)
+
     def _with_raw(self, content: str, ids: list[int], end: int, attempt: ParsedToolCall) -> str:
         """`content` and then the text of a call that did not parse, with what stands between them."""
         if attempt.token_span is None:
             return f"{content}\n{attempt.raw}"
         start, stop = attempt.token_span
-        before = self._tokenizer.decode(ids[end:start])
+        before = self._text(ids[end:start])
         if end == 0:  # the text before the first call is the content already, less the space after it
             before = before[len(before.rstrip()) :]
-        return content + before + self._tokenizer.decode(ids[start:stop])
+        return content + before + self._text(ids[start:stop])
 
 
 def _tool_call(attempt: ParsedToolCall) -> ToolCall | None:
     if attempt.status != ToolCallParseStatus.OK or not isinstance(attempt.name, str):
         return None
-    raw = raw_value(attempt.raw, "arguments") if isinstance(attempt.raw, str) else None
+    raw = raw_value(attempt.raw, "arguments")
     if raw is not None and _means(raw, attempt.arguments):
         return ToolCall("", attempt.name, raw)
-    if isinstance(attempt.arguments, str):
-        return ToolCall("", attempt.name, attempt.arguments)
-    return ToolCall("", attempt.name, json.dumps(attempt.arguments or {}, ensure_ascii=False, separators=(",", ":")))
+    arguments = attempt.arguments
+    return ToolCall("", attempt.name, arguments if isinstance(arguments, str) else compact(arguments or {}))
 
 
 def _means(raw: str, arguments: object) -> bool:
     """Whether the sliced text is what the family's own parser read: a tag-style call may contain JSON of its own."""
     try:
-        return json.loads(raw) == arguments
+        return compact(json.loads(raw)) == compact(arguments)  # as text, for NaN is not equal to itself
     except (ValueError, RecursionError):
         return False
 

@@ -27,7 +27,7 @@ def load_rendering(config: ModelConfig) -> Rendering:
     options = _renderer_options(config)
     if options is None:
         raise ConfigError("model.chat_template: rendering by template is not built yet; set model.renderer")
-    return FamilyRendering(tokenizer, _create_renderer(tokenizer, options, config))
+    return FamilyRendering(tokenizer, _create_renderer(tokenizer, options, config), options["name"])
 
 
 def _renderer_options(config: ModelConfig) -> dict[str, Any] | None:
@@ -67,6 +67,9 @@ def _create_renderer(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]
         return create(thinking_retention="all")
     renderer = create()
     # A family whose template never drops reasoning derives "all", which keeps more than "tool_cycle" asks for.
-    if config.thinking_retention == "tool_cycle" and renderer.effective_thinking_retention == "template":
+    if (
+        config.thinking_retention == "tool_cycle"
+        and getattr(renderer, "effective_thinking_retention", None) == "template"
+    ):
         return create(thinking_retention="tool_cycle")
     return renderer
