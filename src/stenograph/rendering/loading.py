@@ -21,13 +21,26 @@ def load_rendering(config: ModelConfig) -> Rendering:
 
     Raises ConfigError where the renderer is unknown or does not fit the tokenizer, or where there is no template.
     """
-    from stenograph.rendering.family import FamilyRendering
-
     tokenizer = load_tokenizer(config)
     options = _renderer_options(config)
     if options is None:
-        raise ConfigError("model.chat_template: rendering by template is not built yet; set model.renderer")
+        return _template_rendering(tokenizer, config)
+    from stenograph.rendering.family import FamilyRendering
+
     return FamilyRendering(tokenizer, _create_renderer(tokenizer, options, config), options["name"])
+
+
+def _template_rendering(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Rendering:
+    from stenograph.rendering.response import ResponseReader, load_schema
+    from stenograph.rendering.template import TemplateRendering
+
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"model.chat_template: {config.path} has none of its own; set it to a Jinja file, or set model.renderer "
+            "to the model's family"
+        )
+    reader = ResponseReader(tokenizer, load_schema(config.response_schema))
+    return TemplateRendering(tokenizer, reader, config.thinking_retention)
 
 
 def _renderer_options(config: ModelConfig) -> dict[str, Any] | None:

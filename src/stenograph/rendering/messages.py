@@ -1,7 +1,8 @@
-"""Canonical records as the plain dicts that templates read; raw argument text passes through unparsed."""
+"""Canonical records as the plain dicts that templates read; argument text passes through as it was written."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +22,16 @@ def tool_dicts(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
     ]
 
 
-def message_dicts(conversation: Conversation, start: int = 0) -> list[dict[str, Any]]:
-    """messages[start:]; a tool result without a name takes that of the call it answers, wherever that call stands."""
-    return [_message_dict(conversation.messages, i) for i in range(start, len(conversation.messages))]
+def message_dicts(conversation: Conversation, start: int = 0, *, parse_arguments: bool = False) -> list[dict[str, Any]]:
+    """messages[start:]; a tool result without a name takes that of the call it answers, wherever that call stands.
+
+    `parse_arguments` is for templates that take an object; text that is no JSON stays text.
+    """
+    messages = conversation.messages
+    return [_message_dict(messages, i, parse_arguments) for i in range(start, len(messages))]
 
 
-def _message_dict(messages: Sequence[Message], index: int) -> dict[str, Any]:
+def _message_dict(messages: Sequence[Message], index: int, parse_arguments: bool) -> dict[str, Any]:
     message = messages[index]
     # Templates know one kind of instruction, and many drop a role that they do not know without a word.
     role = "system" if message.role == "developer" else message.role
@@ -35,7 +40,14 @@ def _message_dict(messages: Sequence[Message], index: int) -> dict[str, Any]:
         out["reasoning_content"] = message.reasoning
     if message.tool_calls:
         out["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {
+                    "name": call.name,
+                    "arguments": _parsed(call.arguments) if parse_arguments else call.arguments,
+                },
+            }
             for call in message.tool_calls
         ]
     if message.tool_call_id is not None:
@@ -44,6 +56,13 @@ def _message_dict(messages: Sequence[Message], index: int) -> dict[str, Any]:
     if name:
         out["name"] = name
     return out
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def _called_name(messages: Sequence[Message], index: int) -> str | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from stenograph.rendering.base import Delta
 from stenograph.rendering.detokenize import Detokenizer, TokenText, Trimmed
+from stenograph.rendering.response import Reading
 from stenograph.types import Ids, Reply
 
 
@@ -111,3 +112,27 @@ class MarkerStream:
             spelled = self._markers.reasoning_end_text in "".join(self._spelled)
             self._state = _State.HELD if spelled else _State.CONTENT
         return self._reasoning.push(text)
+
+
+class TextStream:
+    """For formats with markers in the text: the reader holds back what may still become one."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: Collection[int], reading: Reading) -> None:
+        self._text = TokenText(detokenizer)
+        self._stop = stop
+        self._reading = reading
+        self._ended = False
+
+    def feed(self, ids: Ids) -> Delta:
+        pieces: list[str] = []
+        for token in ids.tolist():
+            self._ended = self._ended or token in self._stop
+            if self._ended:
+                break
+            pieces.append(self._text.push(token))
+        return self._reading.feed("".join(pieces))
+
+    def finish(self) -> Delta:
+        shown = self._reading.feed(self._text.flush())
+        rest = self._reading.finish()
+        return Delta(shown.content + rest.content, shown.reasoning + rest.reasoning)
