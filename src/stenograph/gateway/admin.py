@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import orjson
 from aiohttp import web
 
 from stenograph.errors import RequestError
 from stenograph.gateway.sessions import Session, Sessions
+from stenograph.traces.export import sample_row, tree_row
 from stenograph.traces.store import TraceStore
-from stenograph.traces.tree import TraceTree
-from stenograph.types import Sample
 
 
 class SessionRoutes:
@@ -84,53 +82,19 @@ class SessionRoutes:
         return id
 
 
-def _tree(store: TraceStore, session: str, with_ids: bool) -> dict[str, Any]:
-    return describe_tree(store.tree(session), with_ids)
+def _tree(store: TraceStore, session: str, with_ids: bool) -> object:
+    return tree_row(store.tree(session), with_ids)
 
 
-def describe_tree(tree: TraceTree, with_ids: bool) -> dict[str, Any]:
-    """Nodes and turns as the contract has them."""
-    nodes = []
-    for node in tree.nodes():
-        parent = node.parent.id if node.parent is not None and node.parent.parent is not None else None
-        described = {"id": node.id, "parent": parent, "kind": node.kind, "start": node.start, "length": len(node.ids)}
-        described |= {"turn": node.turn} if node.turn is not None else {}
-        nodes.append(described | ({"ids": node.ids} if with_ids else {}))
-    turns = [
-        {
-            "id": turn.id,
-            "node": tree.node(turn.id).id,
-            "state": "committed",
-            "finish_reason": turn.finish_reason,
-            "role": turn.role,
-            "versions": turn.versions,
-            "accepted": [],
-            "notes": turn.notes,
-        }
-        for turn in tree.turns.values()
-    ]
-    return {"nodes": nodes, "turns": turns}
+def _samples(store: TraceStore, session: str, with_ids: bool) -> object:
+    return [sample_row(sample) for sample in store.samples(session)]
 
 
-def _samples(store: TraceStore, session: str, with_ids: bool) -> list[dict[str, Any]]:
-    return [describe_sample(sample) for sample in store.samples(session)]
-
-
-def describe_sample(sample: Sample) -> dict[str, Any]:
-    """A sample as the contract has it; arrays stay NumPy, the mask as 0 and 1."""
-    fields = ("branch", "role", "rollout_id", "group_id", "task_id", "reward", "ids", "rollout_logprobs", "versions")
-    described = {name: getattr(sample, name) for name in fields}
-    described["loss_mask"] = sample.loss_mask.astype(np.uint8)
-    described["experts"] = None
-    described["turns"] = [asdict(span) for span in sample.turns]
-    return described
-
-
-def _drift(store: TraceStore, session: str, with_ids: bool) -> list[dict[str, Any]]:
+def _drift(store: TraceStore, session: str, with_ids: bool) -> object:
     return [asdict(record) for record in store.drift(session)]
 
 
-def _ledger(store: TraceStore, session: str, with_ids: bool) -> dict[str, Any]:
+def _ledger(store: TraceStore, session: str, with_ids: bool) -> object:
     return asdict(store.ledger(session))
 
 

@@ -1,0 +1,75 @@
+"""A run's folder: every record is appended and flushed when it is made, so that a crash loses nothing before it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import tomli_w
+
+from stenograph.config import Config
+from stenograph.errors import ConfigError, StenographError, boundary
+
+
+class RunDir:
+    """Writes a run. Raises StenographError naming the path where the disk refuses."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> RunDir:
+        if path.exists() and any(path.iterdir()):
+            raise ConfigError(f"--run-dir {path} is not empty; choose a new folder")
+        run = cls(path)
+        settings = config.model_dump(mode="json", exclude_none=True)
+        with boundary(StenographError, f"write {path}"):
+            path.mkdir(parents=True, exist_ok=True)
+        run.write("config.toml", tomli_w.dumps(settings).encode())
+        return run
+
+    def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows to a JSONL file of the run."""
+        text = b"".join(orjson.dumps(row, option=_OPTIONS) for row in rows)
+        with boundary(StenographError, f"write {self.path / name}"), (self.path / name).open("ab") as file:
+            file.write(text)
+            file.flush()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file of the run, whole or not at all."""
+        target = self.path / name
+        draft = target.with_name(target.name + ".part")
+        with boundary(StenographError, f"write {target}"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(content)
+            os.replace(draft, target)
+
+    def write_json(self, name: str, payload: Mapping[str, Any]) -> None:
+        self.write(name, orjson.dumps(payload, option=_OPTIONS | orjson.OPT_INDENT_2))
+
+    def write_arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        target = self.path / name
+        with boundary(StenographError, f"write {target}"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            np.savez_compressed(target, **arrays)  # type: ignore[arg-type]
+
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
+
+
+def read_rows(run: Path, name: str) -> list[dict[str, Any]]:
+    """Rows of a run's JSONL file; a last line that a crash cut short is left out.
+
+    Raises ConfigError where `run` is not a run's folder.
+    """
+    path = run / name
+    if not run.is_dir():
+        raise ConfigError(f"{run} is not a folder; give the folder of a run")
+    if not path.exists():
+        raise ConfigError(f"{run} holds no {name}; is it the folder of a run that has finished a step?")
+    lines = path.read_bytes().split(b"\n")
+    return [orjson.loads(line) for line in lines[:-1] if line]

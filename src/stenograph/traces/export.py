@@ -1,0 +1,76 @@
+"""Samples, trees and conversations as plain rows: the columns of `/samples`, `sessions.jsonl` and `steno export`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from stenograph.traces.tree import TraceTree
+from stenograph.types import Message, Sample
+
+
+def sample_row(sample: Sample) -> dict[str, Any]:
+    """A sample; arrays stay NumPy, the mask as 0 and 1."""
+    fields = ("branch", "role", "rollout_id", "group_id", "task_id", "reward", "ids", "rollout_logprobs", "versions")
+    row = {name: getattr(sample, name) for name in fields}
+    row["loss_mask"] = sample.loss_mask.astype(np.uint8)
+    row["experts"] = None
+    row["turns"] = [asdict(span) for span in sample.turns]
+    return row
+
+
+def session_row(sample: Sample, tree: TraceTree) -> dict[str, Any]:
+    """A sample with its session's id, what was said on its branch, and the tools that stood there."""
+    last = sample.turns[-1].turn
+    conversation = tree.conversation(last)
+    said = (*conversation.messages, tree.turns[last].reply.message())
+    tools = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in conversation.tools]
+    return {
+        "session": sample.session,
+        **sample_row(sample),
+        "messages": [message_row(message) for message in said],
+        "tools": tools,
+    }
+
+
+def message_row(message: Message) -> dict[str, Any]:
+    """A message in the form of chat completions, empty fields left out."""
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        row["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        row["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        row["tool_call_id"] = message.tool_call_id
+    if message.name:
+        row["name"] = message.name
+    return row
+
+
+def tree_row(tree: TraceTree, with_ids: bool) -> dict[str, Any]:
+    """Nodes and turns, parents before children."""
+    nodes = []
+    for node in tree.nodes():
+        parent = node.parent.id if node.parent is not None and node.parent.parent is not None else None
+        row = {"id": node.id, "parent": parent, "kind": node.kind, "start": node.start, "length": len(node.ids)}
+        row |= {"turn": node.turn} if node.turn is not None else {}
+        nodes.append(row | ({"ids": node.ids} if with_ids else {}))
+    turns = [
+        {
+            "id": turn.id,
+            "node": tree.node(turn.id).id,
+            "state": "committed",
+            "finish_reason": turn.finish_reason,
+            "role": turn.role,
+            "versions": turn.versions,
+            "accepted": [],
+            "notes": turn.notes,
+        }
+        for turn in tree.turns.values()
+    ]
+    return {"nodes": nodes, "turns": turns}
