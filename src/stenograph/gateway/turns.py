@@ -18,6 +18,7 @@ from stenograph.gateway.sampling import resolve
 from stenograph.gateway.sessions import Session
 from stenograph.rendering.base import Delta, Rendering
 from stenograph.traces.store import TraceStore
+from stenograph.traces.tree import Match
 from stenograph.types import Conversation, EndedBy, FinishReason, Ids, Message, Reply, Sampling, Turn
 
 Show = Callable[[Delta], None]
@@ -102,24 +103,31 @@ class Turns:
         return self._engine.capabilities
 
     def _prepare(self, session: Session, conversation: Conversation, asked: Mapping[str, Any]) -> _Prepared:
-        """Continue the deepest recorded turn where the rendering proves that it can, else render from the start."""
-        parent, context_ids, prompt_ids = None, None, None
-        messages = conversation.messages
-        if session.traced:
-            tree = self._store.tree(session.id)
-            match = tree.match(conversation)
-            if match is not None:
-                recorded = tree.path_ids(match.turn)
-                output_ids = tree.turns[match.turn].output_ids
-                split = len(recorded) - len(output_ids)
-                context_ids = self.rendering.extend(conversation, match.num_known, recorded[:split], output_ids)
-                if context_ids is not None:
-                    parent, messages = match.turn, messages[match.num_known :]
-                    prompt_ids = np.concatenate([recorded, context_ids])
-        if context_ids is None or prompt_ids is None:
+        """Continue the deepest recorded turn where its ids can be kept, else render from the start: a fork."""
+        match = self._store.tree(session.id).match(conversation) if session.traced else None
+        parent, messages = None, conversation.messages
+        if match is None:
             context_ids = prompt_ids = self.rendering.render(conversation)
+        else:
+            recorded = self._store.tree(session.id).path_ids(match.turn)
+            context_ids, prompt_ids = self._continue(session, conversation, match, recorded)
+            if len(context_ids) < len(prompt_ids):
+                parent, messages = match.turn, messages[match.num_known :]
         sampling, notes = resolve(asked, self._sampling, self._engine.capabilities, len(prompt_ids))
         return _Prepared(parent, messages, context_ids, prompt_ids, sampling, notes)
+
+    def _continue(self, session: Session, conversation: Conversation, match: Match, recorded: Ids) -> tuple[Ids, Ids]:
+        """What comes after `recorded`, and the whole prompt; both are the whole where it cannot be continued."""
+        output_ids = self._store.tree(session.id).turns[match.turn].output_ids
+        split = len(recorded) - len(output_ids)
+        context_ids = self.rendering.extend(conversation, match.num_known, recorded[:split], output_ids)
+        if context_ids is not None:
+            return context_ids, np.concatenate([recorded, context_ids])
+        rendered = self.rendering.render(conversation)
+        # The template was free to rewrite what was said; where it did not, the recorded branch goes on all the same.
+        if len(rendered) > len(recorded) and np.array_equal(rendered[: len(recorded)], recorded):
+            return rendered[len(recorded) :], rendered
+        return rendered, rendered
 
 
 class _Output:
