@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from stenograph.errors import RequestError, boundary
 from stenograph.rendering.arguments import compact, raw_value
 from stenograph.rendering.base import StreamParser
 from stenograph.rendering.detokenize import Detokenizer
-from stenograph.rendering.messages import message_dicts, tool_dicts
+from stenograph.rendering.messages import ends_reasoning, message_dicts, tool_dicts
 from stenograph.rendering.stream import BufferedStream, Markers, MarkerStream
 from stenograph.types import Conversation, Ids, Message, Reply, ToolCall
 
@@ -28,11 +29,18 @@ _MARKED = frozenset({"qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"})
 
 
 class FamilyRendering:
-    """`Rendering` over one hand-written renderer."""
+    """`Rendering` over one hand-written renderer.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: Renderer, name: str) -> None:
+    `retaining` is the same one that keeps all reasoning: it bridges a new question where there is none to drop, which
+    a renderer that keeps it for a tool cycle only refuses unseen.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, renderer: Renderer, retaining: Renderer | None, name: str
+    ) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
+        self._retaining = retaining
         self._name = name
         self._stop = tuple(renderer.get_stop_token_ids())
         self._detokenizer = Detokenizer(tokenizer)
@@ -51,10 +59,13 @@ class FamilyRendering:
     def extend(self, conversation: Conversation, num_known: int, prompt_ids: Ids, output_ids: Ids) -> Ids | None:
         tail = self._tail(prompt_ids)
         output = output_ids.tolist()
+        renderer = self._renderer
+        if self._retaining is not None and not ends_reasoning(conversation.messages, num_known):
+            renderer = self._retaining
         with boundary(RequestError, f"render the new messages as {self._name}"):
             messages: list[Any] = message_dicts(conversation, num_known)
             tools: Any = tool_dicts(conversation.tools)
-            bridged = self._renderer.bridge_to_next_turn(tail, output, messages, tools=tools)
+            bridged = renderer.bridge_to_next_turn(tail, output, messages, tools=tools)
         if bridged is None:
             return None
         known = tail + output
@@ -140,9 +151,9 @@ class FamilyRendering:
     def _plain_reply(self, ids: list[int], tail: list[int]) -> Reply:
         """What a failed parser leaves: everything from the first call on is text."""
         start = ids.index(self._markers.call_start) if self._markers and self._markers.call_start in ids else 0
-        parsed = self._renderer.parse_response(ids[:start], prompt_ids=tail) if start else None
-        before = self._reply(ids[:start], parsed) if parsed else Reply()
-        return Reply((before.content + self._text(ids[start:])).strip(), before.reasoning)
+        parsed = self._renderer.parse_response(ids[:start], prompt_ids=tail) if start else ParsedResponse("")
+        failed = ParsedToolCall("", token_span=(start, len(ids)), status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+        return self._reply(ids, replace(parsed, tool_calls=[failed]))
 
     def _with_raw(self, content: str, ids: list[int], end: int, attempt: ParsedToolCall) -> str:
         """`content` and then the text of a call that did not parse, with what stands between them."""

@@ -27,7 +27,8 @@ def load_rendering(config: ModelConfig) -> Rendering:
         return _template_rendering(tokenizer, config)
     from stenograph.rendering.family import FamilyRendering
 
-    return FamilyRendering(tokenizer, _create_renderer(tokenizer, options, config), options["name"])
+    renderer, retaining = _create_renderers(tokenizer, options, config)
+    return FamilyRendering(tokenizer, renderer, retaining, options["name"])
 
 
 def _template_rendering(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> Rendering:
@@ -59,30 +60,39 @@ def _renderer_options(config: ModelConfig) -> dict[str, Any] | None:
     return {**options, "name": name} if name is not None else None
 
 
-def _create_renderer(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], config: ModelConfig) -> Renderer:
+def _create_renderers(
+    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], config: ModelConfig
+) -> tuple[Renderer, Renderer | None]:
+    """The renderer, and under "tool_cycle" its twin that retains all reasoning (None where its options forbid it)."""
+    if config.thinking_retention == "all":
+        return _create_renderer(tokenizer, {**options, "thinking_retention": "all"}), None
+    renderer = _create_renderer(tokenizer, options)
+    if config.thinking_retention == "template":
+        return renderer, None
+    # A family whose template never drops reasoning derives "all", which keeps more than "tool_cycle" asks for.
+    if getattr(renderer, "effective_thinking_retention", None) == "template":
+        renderer = _create_renderer(tokenizer, {**options, "thinking_retention": "tool_cycle"})
+    try:
+        return renderer, _create_renderer(tokenizer, {**options, "thinking_retention": "all"})
+    except ConfigError:
+        return renderer, None
+
+
+def _create_renderer(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> Renderer:
     from renderers import RendererConfig, create_renderer
 
     adapter: TypeAdapter[Any] = TypeAdapter(RendererConfig)
-
-    def create(**more: Any) -> Renderer:
-        try:
-            return create_renderer(tokenizer, adapter.validate_python({**options, **more}))
-        except ValidationError as e:
-            first = e.errors()[0]
-            raise ConfigError(f"model.renderer: {first['msg']}, got {first['input']!r}") from e
-        except (AssertionError, ValueError, TypeError, KeyError, ImportError) as e:
-            raise ConfigError(
-                f"model.renderer: {options.get('name')!r} does not fit this model: {e}; set model.renderer to the "
-                "model's family or model.chat_template to a Jinja file"
-            ) from e
-
-    if config.thinking_retention == "all":
-        return create(thinking_retention="all")
-    renderer = create()
-    # A family whose template never drops reasoning derives "all", which keeps more than "tool_cycle" asks for.
-    if (
-        config.thinking_retention == "tool_cycle"
-        and getattr(renderer, "effective_thinking_retention", None) == "template"
-    ):
-        return create(thinking_retention="tool_cycle")
-    return renderer
+    try:
+        return create_renderer(tokenizer, adapter.validate_python(options))
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(str(x) for x in first["loc"])
+        raise ConfigError(
+            f"model.renderer: {where + ': ' if where else ''}{first['msg']}, got {first['input']!r}; "
+            "give the name of a family in `renderers`, or {name, options}"
+        ) from e
+    except (AssertionError, ValueError, TypeError, KeyError, ImportError) as e:
+        raise ConfigError(
+            f"model.renderer: {options.get('name')!r} does not fit this model: {e}; set model.renderer to the "
+            "model's family or model.chat_template to a Jinja file"
+        ) from e

@@ -31,6 +31,21 @@ def message_dicts(conversation: Conversation, start: int = 0, *, parse_arguments
     return [_message_dict(messages, i, parse_arguments) for i in range(start, len(messages))]
 
 
+def ends_reasoning(messages: Sequence[Message], num_known: int) -> bool:
+    """Whether messages[num_known:] hold a new question and the tool cycle that it ends holds reasoning.
+
+    What lies before the last known question ended the same way when that question was new.
+    """
+    if all(message.role != "user" for message in messages[num_known:]):
+        return False
+    for message in reversed(messages[:num_known]):
+        if message.reasoning:
+            return True
+        if message.role == "user":
+            return False
+    return False
+
+
 def _message_dict(messages: Sequence[Message], index: int, parse_arguments: bool) -> dict[str, Any]:
     message = messages[index]
     # Templates know one kind of instruction, and many drop a role that they do not know without a word.

@@ -10,7 +10,7 @@ import numpy as np
 from stenograph.errors import ConfigError, RequestError, boundary
 from stenograph.rendering.base import StreamParser
 from stenograph.rendering.detokenize import Detokenizer
-from stenograph.rendering.messages import message_dicts, tool_dicts
+from stenograph.rendering.messages import ends_reasoning, message_dicts, tool_dicts
 from stenograph.rendering.response import ResponseReader
 from stenograph.rendering.stream import BufferedStream, TextStream
 from stenograph.types import Conversation, Ids, Message, Reply, Tool, ToolCall
@@ -112,11 +112,8 @@ class TemplateRendering:
         return _apply(self._tokenizer, Conversation(messages, tools), generation=generation, raw_arguments=raw)
 
     def _must_render(self, messages: tuple[Message, ...], num_known: int) -> bool:
-        """Whether reasoning in the recorded context has to go: a new question ends its tool cycle."""
-        if self._retention == "all" or self._shape.keeps_reasoning:
-            return False
-        new_question = any(message.role == "user" for message in messages[num_known:])
-        return new_question and any(message.reasoning for message in messages[:num_known])
+        """Whether reasoning in the recorded context has to go; a template that prints it says so in the proof."""
+        return self._retention != "all" and not self._shape.keeps_reasoning and ends_reasoning(messages, num_known)
 
     def _prefix(self, prompt_ids: Ids) -> str:
         """The generation prompt that this prompt ends with."""
