@@ -54,7 +54,7 @@ def _say(payload: object) -> None:
     print(orjson.dumps(payload).decode(), flush=True)
 
 
-def asyncio_run(main) -> None:  # noqa: ANN001
+def asyncio_run(main) -> None:
     import uvloop
 
     uvloop.run(main)

@@ -1,0 +1,134 @@
+"""A run read back for people: its steps, a session's tree, a turn's tokens. Reads files, changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from stenograph.errors import ConfigError
+from stenograph.rundir import read_rows
+
+Decode = Callable[[list[int]], str]
+
+
+def overview(run: Path) -> tuple[dict[str, Any], RenderableType]:
+    """The run's state and its steps."""
+    steps = read_rows(run, "metrics.jsonl")
+    rollouts = read_rows(run, "rollouts.jsonl")
+    summary = _read_json(run / "summary.json")
+    data = {"summary": summary, "steps": steps, "num_rollouts": len(rollouts)}
+    table = Table("step", "reward", "rollouts", "tokens", "loss", "grad norm", "|Δ logprob| p99", "seconds")
+    for row in steps:
+        names = ("step", "reward_mean", "num_rollouts", "num_tokens", "loss", "grad_norm", "logprob_difference_p99")
+        table.add_row(*(_shown(row.get(name)) for name in names), _shown(row.get("seconds")))
+    sessions = Table("session", "task", "reward", "status", "turns", title="last rollouts")
+    for row in rollouts[-8:]:
+        cells = (row["session"], row["task_id"], _shown(row["reward"]), row["status"], str(row["num_turns"]))
+        sessions.add_row(*cells)
+    state = summary.get("status", "running, or killed before its summary was written")
+    return data, Group(Text(f"{run}: {state}"), table, sessions)
+
+
+def session(run: Path, name: str) -> tuple[list[dict[str, Any]], RenderableType]:
+    """A session's branches: what was rendered, what was sampled, and where they part."""
+    rows = _session_rows(run, name)
+    tree = Tree(f"{name}  task {rows[0]['task_id']}  reward {_shown(rows[0]['reward'])}")
+    seen: dict[str, Tree] = {}
+    number = 0
+    for row in rows:
+        at, position = tree, 0
+        for span in row["turns"]:
+            known = seen.get(span["turn"])
+            if known is None:
+                at.add(Text(f"context {span['start'] - position} tokens", style="dim"))
+                known = at.add(_turn_line(row, span, number))
+                seen[span["turn"]] = known
+                number += 1
+            at, position = known, span["end"]
+    return rows, tree
+
+
+def turn(run: Path, name: str, number: int, decode: Decode) -> tuple[dict[str, Any], RenderableType]:
+    """One turn's tokens, each with its mask and log-probability. Turns are numbered as `session` shows them."""
+    rows = _session_rows(run, name)
+    spans: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for row in rows:
+        for span in row["turns"]:
+            spans.setdefault(span["turn"], (row, span))
+    if not 0 <= number < len(spans):
+        raise ConfigError(f"--turn {number}: session {name} has turns 0 to {len(spans) - 1}")
+    row, span = list(spans.values())[number]
+    earlier = [other["end"] for other in row["turns"] if other["end"] <= span["start"]]
+    begin = max(earlier, default=0)
+    table = Table("position", "id", "token", "mask", "logprob", "version", title=f"turn {number} ({span['turn']})")
+    tokens = []
+    for i in range(begin, span["end"]):
+        id, mask = row["ids"][i], row["loss_mask"][i]
+        logprob, version = row["rollout_logprobs"][i], row["versions"][i]
+        text = decode([id])
+        tokens.append({"position": i, "id": id, "token": text, "mask": mask, "logprob": logprob, "version": version})
+        sampled = version >= 0
+        cells = (str(i), str(id), repr(text), str(mask), f"{logprob:.4f}" if sampled else "", str(version))
+        table.add_row(*(Text(cell) for cell in cells), style="" if sampled else "dim")
+    return {"turn": span, "tokens": tokens}, table
+
+
+def drift(run: Path) -> tuple[dict[str, Any], RenderableType]:
+    """Forks per cause, with the first of each."""
+    records = [(row["session"], record) for row in read_rows(run, "rollouts.jsonl") for record in row["drift"]]
+    counts = Counter(record["cause"] for _, record in records)
+    table = Table("cause", "forks", "first in session", "at token")
+    for cause, count in counts.most_common():
+        name, first = next(pair for pair in records if pair[1]["cause"] == cause)
+        table.add_row(cause, str(count), name, str(first["token"]))
+    data = {"forks": dict(counts), "records": [{"session": name, **record} for name, record in records]}
+    return data, table if records else Text("no forks")
+
+
+def ledger(run: Path) -> tuple[dict[str, Any], RenderableType]:
+    """Where every sampled token of the run ended."""
+    total: dict[str, Any] = {"sampled": 0, "trained": 0, "masked": Counter(), "dropped": Counter(), "in_flight": 0}
+    for row in read_rows(run, "rollouts.jsonl"):
+        for name, value in row["ledger"].items():
+            if isinstance(value, dict):
+                total[name].update(value)
+            else:
+                total[name] += value
+    table = Table("where", "tokens")
+    for name in ("sampled", "trained", "in_flight"):
+        table.add_row(name, str(total[name]))
+    for name in ("masked", "dropped"):
+        for reason, count in total[name].items():
+            table.add_row(f"{name}: {reason}", str(count))
+    return {**total, "masked": dict(total["masked"]), "dropped": dict(total["dropped"])}, table
+
+
+def _session_rows(run: Path, name: str) -> list[dict[str, Any]]:
+    rows = [row for row in read_rows(run, "sessions.jsonl") if row["session"] == name]
+    if not rows:
+        raise ConfigError(f"--session {name}: no such session in {run}; `steno inspect {run}` lists some")
+    return rows
+
+
+def _turn_line(row: dict[str, Any], span: dict[str, Any], number: int) -> Text:
+    here = slice(span["start"], span["end"])
+    logprobs, mask = row["rollout_logprobs"][here], row["loss_mask"][here]
+    mean = sum(logprobs) / max(len(logprobs), 1)
+    told = f"turn {number}: {len(logprobs)} tokens, {sum(mask)} trainable, ended by {span['ended_by']}, "
+    return Text(told + f"mean logprob {mean:.3f}", style="bold")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return orjson.loads(path.read_bytes()) if path.exists() else {}
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
