@@ -1,1 +1,5 @@
 """Scoring outcomes."""
+
+from stenograph.judges.loading import Judge, load_judge
+
+__all__ = ["Judge", "load_judge"]

@@ -1,0 +1,67 @@
+"""An agent that knows the `openai` package and a base URL, and owns a calculator. It has never heard of Stenograph."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import re
+import sys
+from typing import Any
+
+import openai
+
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+CALCULATOR: Any = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Exact result",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+
+
+def calculate(arguments: str) -> str:
+    """What the model asked for, or what was wrong with it: a model that errs goes on and learns."""
+    try:
+        expression = json.loads(arguments)["expression"]
+        a, sign, b = re.fullmatch(r"\s*(-?\d+)\s*([-+*])\s*(-?\d+)\s*", expression).groups()  # type: ignore[union-attr]
+        return str(SIGNS[sign](int(a), int(b)))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "error: write a op b"
+
+
+def example(question: str, expression: str, result: str) -> list[Any]:
+    """One solved question, as if it had happened earlier in the conversation."""
+    call = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "call", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call", "content": result},
+        {"role": "assistant", "content": result},
+    ]
+
+
+def solve(question: str) -> str:
+    client = openai.OpenAI()
+    messages = example("512 - 387 = ?", "512 - 387", "125") + example("206 * 734 = ?", "206 * 734", "151204")
+    messages.append({"role": "user", "content": question})
+    content = ""
+    for _ in range(2):
+        answer = client.chat.completions.create(
+            model=os.environ["OPENAI_MODEL"], messages=messages, tools=[CALCULATOR], max_tokens=48
+        )
+        message = answer.choices[0].message
+        content = message.content or ""
+        messages.append(message)
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            result = calculate(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return content
+
+
+if __name__ == "__main__":
+    print(solve(sys.argv[1]).strip() or "(nothing)")

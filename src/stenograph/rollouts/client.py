@@ -1,0 +1,55 @@
+"""The gateway's session addresses, over HTTP: rollouts know a gateway by its URL alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+
+from stenograph.agents.base import SessionHandle
+from stenograph.errors import RolloutError, boundary
+
+
+class GatewayClient:
+    """`async with GatewayClient(url, admin_key) as gateway`."""
+
+    def __init__(self, url: str, admin_key: str, *, model: str = "stenograph") -> None:
+        self._url = url
+        self._model = model
+        self._headers = {"authorization": f"Bearer {admin_key}", "content-type": "application/json"}
+        self._client: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> GatewayClient:
+        self._client = aiohttp.ClientSession(headers=self._headers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def open(self, *, traced: bool, metadata: Mapping[str, Any]) -> SessionHandle:
+        opened = await self._call("POST", "/sessions", {"traced": traced, "metadata": metadata})
+        return SessionHandle(opened["id"], opened["base_url"], opened["api_key"], self._model)
+
+    async def seal(self, session: str, *, reward: float | None, status: str) -> None:
+        """After this nothing commits any more: what was in flight has ended."""
+        await self._call("POST", f"/sessions/{session}/seal", {"reward": reward, "status": status})
+
+    async def delete(self, session: str) -> None:
+        await self._call("DELETE", f"/sessions/{session}")
+
+    async def _call(self, method: str, path: str, body: object = None) -> Any:
+        if self._client is None:
+            raise RolloutError("the gateway client is not open; use it with `async with`")
+        data = None if body is None else orjson.dumps(body)
+        with boundary(RolloutError, f"{method} {path} on the gateway"):
+            async with self._client.request(method, self._url + path, data=data) as response:
+                answer = await response.read()
+                if response.status >= 400:
+                    raise RolloutError(f"the gateway answered {response.status} to {method} {path}: {answer[:300]!r}")
+        return orjson.loads(answer)

@@ -1,0 +1,87 @@
+"""Tasks from any source are checked when a run starts: a bad one is named by its file and line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from stenograph.config import TasksConfig
+from stenograph.errors import ConfigError, boundary
+from stenograph.imports import load_callable
+from stenograph.types import Task
+
+_FIELDS = {"id", "prompt", "answer", "data", "sandbox", "judge"}
+
+
+def load_tasks(config: TasksConfig, section: str = "tasks") -> list[Task]:
+    """All tasks of the source that `config` names. Raises ConfigError naming the setting below `section`."""
+    if config.dataset is not None:
+        tasks = _from_dataset(config.dataset, config, section)
+    elif config.path is not None:
+        tasks = _from_file(config.path, section)
+    elif config.callable is not None:
+        tasks = _from_callable(config.callable, config, section)
+    else:
+        raise ConfigError(f"[{section}] names no source; set dataset, path or callable")
+    if not tasks:
+        raise ConfigError(f"[{section}] is empty: {config.dataset or config.path or config.callable} holds no tasks")
+    return tasks
+
+
+def _from_dataset(name: str, config: TasksConfig, section: str) -> list[Task]:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as e:
+        raise ConfigError(f"{section}.dataset needs the package reasoning-gym: pip install 'stenograph[tasks]'") from e
+    if name not in DATASETS:
+        close = ", ".join(difflib.get_close_matches(name, DATASETS, n=3)) or "none"
+        raise ConfigError(f"{section}.dataset: reasoning-gym has no {name!r}; close matches: {close}")
+    with boundary(ConfigError, f"make {section}.dataset {name!r} with {config.params}"):
+        dataset = reasoning_gym.create_dataset(name, seed=config.seed, size=config.size, **config.params)
+        entries = [dataset[i] for i in range(config.size)]
+    return [
+        Task(f"{name}-{i}", entry["question"], entry["answer"], {"dataset": name, "entry": entry})
+        for i, entry in enumerate(entries)
+    ]
+
+
+def _from_file(path: Path, section: str) -> list[Task]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{section}.path: cannot read {path}: {e}; give a JSONL file of tasks") from e
+    tasks = []
+    for n, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                raw = orjson.loads(line)
+            except orjson.JSONDecodeError as e:
+                raise ConfigError(f"{path}:{n}: not JSON: {e}") from e
+            tasks.append(_task(raw, f"{path}:{n}"))
+    return tasks
+
+
+def _from_callable(name: str, config: TasksConfig, section: str) -> list[Task]:
+    make = load_callable(name, f"{section}.callable")
+    with boundary(ConfigError, f"make tasks with {name}"):
+        made = list(make(seed=config.seed, size=config.size, **config.params))
+    return [task if isinstance(task, Task) else _task(task, f"{name}[{i}]") for i, task in enumerate(made)]
+
+
+def _task(raw: Any, where: str) -> Task:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: a task is an object, got {type(raw).__name__}")
+    if unknown := set(raw) - _FIELDS:
+        raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}; known: {', '.join(sorted(_FIELDS))}")
+    for name in ("id", "prompt"):
+        if not isinstance(raw.get(name), str):
+            raise ConfigError(f"{where}: {name} must be a text, got {raw.get(name)!r}")
+    answer = raw.get("answer")
+    if answer is not None and not isinstance(answer, str):
+        raise ConfigError(f"{where}: answer must be a text, got {answer!r}")
+    return Task(raw["id"], raw["prompt"], answer, raw.get("data") or {}, raw.get("sandbox"), raw.get("judge"))
