@@ -42,7 +42,7 @@ class EngineConfig(Section):
     weights: Literal["shared", "copy"] = "shared"  # shared: the trained module itself, paused while it trains
     dtype: Dtype | None = None  # of a copy; default: model.dtype
     context_length: PositiveInt | None = None  # default: the model's own
-    num_blocks: PositiveInt = 64
+    num_blocks: PositiveInt = 512
     page_size: PositiveInt = 32
     max_batch_tokens: PositiveInt = 512
     max_logprob_difference: Positive = 0.3  # 99th percentile of |rollout - old| that stops the run

@@ -16,10 +16,12 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchProcessor,
     OutputRouter,
 )
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from stenograph.config import EngineConfig
+from stenograph.engines import attention
 from stenograph.engines.sampler import draw
 from stenograph.errors import EngineUnavailable
 from stenograph.types import Sampling
@@ -51,8 +53,9 @@ class Batch:
         deliver: Callable[[GenerationOutput], None],
     ) -> None:
         self._samplings: dict[str, Sampling] = {}
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         self._manager = _Manager(
-            model,
+            model,  # pyright: ignore[reportArgumentType]  # its protocol is private
             # Neutral, so that no processor of transformers stands between the logits and our sampler.
             GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1),
             ContinuousBatchingConfig(
@@ -66,6 +69,9 @@ class Batch:
             ),
         )
         self._manager.output_router = _Router(deliver)
+        if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+            attention.install()  # which the manager, that knows only its own kinds, would have refused
+            model.set_attn_implementation(attention.RAGGED)
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # the processor seeds the global generators when it is made
             self._manager.warmup()
@@ -183,6 +189,7 @@ class _Runner(ModelRunner):
 
     def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
         """scores [1, rows, vocab] -> output_ids [2, >= rows] int32: ids, and logprobs as float32 bits."""
+        assert isinstance(self.inputs_and_outputs, ContinuousBatchingIOs)  # not asynchronous
         batch = self.inputs_and_outputs.requests_in_batch
         requests = [future.state.request_id for future in batch if future.has_new_token]
         if not requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class LocalEngine:
             live_weights=True,
         )
 
-    async def generate(self, request: Generate) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
         """Raises RequestError for sampling that is not supported, ContextOverflow, EngineError, EngineUnavailable."""
         flight = _Flight(self._job(request), asyncio.get_running_loop())
         try:

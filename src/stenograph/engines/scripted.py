@@ -57,6 +57,8 @@ class ScriptedEngine:
         self._version = 0
         self._running = asyncio.Event()
         self._running.set()
+        self._thawed = asyncio.Event()  # requests in flight go on, unless they were paused to be kept
+        self._thawed.set()
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -79,11 +81,15 @@ class ScriptedEngine:
         self._running.clear()
         if mode == "abort":
             self._aborted.set()
-        if mode != "keep":
+        if mode == "keep":
+            self._thawed.clear()
+        else:
+            self._thawed.set()
             await self._idle.wait()
 
     async def resume(self) -> None:
         self._aborted.clear()
+        self._thawed.set()
         self._running.set()
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
@@ -100,6 +106,7 @@ class ScriptedEngine:
 
     async def aclose(self) -> None:
         self._aborted.set()
+        self._thawed.set()
         self._running.set()
 
     def _next(self, request: Generate) -> Line:
@@ -131,7 +138,7 @@ class ScriptedEngine:
                 yield Chunk(ids[:0], logprobs[:0], self._version, "abort")
                 return
             await asyncio.sleep(float(seconds) if fault == "pace" else 0)
-            await self._running.wait()
+            await self._thawed.wait()
             last = i == len(ids) - 1
             short = last and fault == "counts"
             yield Chunk(

@@ -16,7 +16,7 @@ from stenograph.errors import EngineError
 def sharing_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A module with the very parameters and buffers of `model`, but its own config, mode and attention."""
     same = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    return _serving(copy.deepcopy(model, same))
+    return copy.deepcopy(model, same).eval()
 
 
 def copying_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -28,7 +28,7 @@ def copying_twin(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         id(p): nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False) for p in model.parameters()
     }
     own |= {id(b): b.detach().clone() for b in model.buffers()}
-    return _serving(copy.deepcopy(model, own))
+    return copy.deepcopy(model, own).eval()
 
 
 @torch.no_grad()
@@ -44,8 +44,3 @@ def copy_weights(source: WeightSource, model: PreTrainedModel) -> None:
         missing.discard(names.get(id(tensors[name]), name))
     if missing:
         raise EngineError(f"the weights lack {len(missing)} of the engine's tensors, such as {min(missing)!r}")
-
-
-def _serving(model: PreTrainedModel) -> PreTrainedModel:
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    return model.eval()
