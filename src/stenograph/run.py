@@ -4,42 +4,114 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stenograph.config import Config
 from stenograph.engines.base import Engine
 from stenograph.gateway.server import Gateway, new_admin_key
 from stenograph.rendering import Rendering, load_rendering
+from stenograph.rundir import RunDir
 from stenograph.traces.memory import MemoryTraceStore
+from stenograph.traces.store import TraceStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from stenograph.loop import Loop, Watcher
+
+T = TypeVar("T")
 
 
-async def serve(config: Config, ready: asyncio.Future[Gateway]) -> None:
-    """Run a gateway until SIGINT or SIGTERM; `ready` gets it when it listens."""
+async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
+    """Run a gateway until SIGINT or SIGTERM; `listening` is called when it takes requests."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stopped.set)
     rendering = load_rendering(config.model)
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(_serving_engine(config, rendering))
-        gateway = await stack.enter_async_context(_listening(config, engine, rendering))
-        ready.set_result(gateway)
-        await stopped.wait()
+    model = None
+    if config.engine.kind == "local":
+        from stenograph.models import load_model
 
-
-@asynccontextmanager
-async def _serving_engine(config: Config, rendering: Rendering) -> AsyncIterator[Engine]:
-    engine = build_engine(config, rendering)
+        model = load_model(config.model, dtype=config.engine.dtype)
+    engine = build_engine(config, rendering, model)
     try:
-        yield engine
+        async with _listening(config, engine, rendering, MemoryTraceStore()) as gateway:
+            listening(gateway)
+            await stopped.wait()
     finally:
         await engine.aclose()
 
 
+async def train(config: Config, run: Callable[[], RunDir], watcher: Watcher, changed: Callable[[int], None]) -> Loop:
+    """Train as `config` says. Everything is checked before `run` makes the run's folder.
+
+    Raises ConfigError for what is wrong with the config, StenographError where the run fails.
+    """
+    from stenograph.agents import load_agent
+    from stenograph.judges import load_judge
+    from stenograph.loop import Loop
+    from stenograph.models import load_model
+    from stenograph.rollouts import Attempts, GatewayClient
+    from stenograph.tasks import load_tasks
+    from stenograph.training.trainer import Trainer
+
+    agent, judge = load_agent(config.agent), load_judge(config.judge)
+    tasks = load_tasks(config.tasks)
+    evaluation = config.evaluation
+    held_out = load_tasks(evaluation.tasks, "evaluation.tasks")[: evaluation.max_tasks] if evaluation.every else []
+    rendering = load_rendering(config.model)
+    watcher.phase("loading the model")
+    trainer = Trainer(load_model(config.model), config)
+    store = MemoryTraceStore()
+    async with AsyncExitStack() as stack:
+        engine = build_engine(config, rendering, trainer.model)
+        stack.push_async_callback(engine.aclose)
+        gateway_loop = await stack.enter_async_context(LoopThread())
+        gateway = await stack.enter_async_context(
+            gateway_loop.entered(lambda: _listening(config, engine, rendering, store))
+        )
+        url = config.gateway.public_url or gateway.url
+        model = config.model.path or "stenograph"
+        client = await stack.enter_async_context(GatewayClient(url, gateway.admin_key, model=model))
+        attempts = Attempts(client, agent, judge, config.rollouts.max_concurrent, changed)
+        loop = Loop(
+            config=config,
+            run=run(),
+            engine=engine,
+            on_engine=gateway_loop.run,
+            store=store,
+            trainer=trainer,
+            attempts=attempts,
+            tasks=tasks,
+            held_out=held_out,
+            dtypes=_dtypes(config),
+            watcher=watcher,
+        )
+        await loop.train()
+        return loop
+
+
+def build_engine(config: Config, rendering: Rendering, model: PreTrainedModel | None) -> Engine:
+    """The engine that `config` names, serving `model` or a copy of it."""
+    if config.engine.kind == "scripted":
+        from stenograph.engines.scripted import ScriptedEngine, load_script
+
+        assert config.engine.script is not None  # the config's validator saw to it
+        lines = load_script(config.engine.script, rendering)
+        return ScriptedEngine(lines, context_length=config.engine.context_length or 1_000_000)
+    from stenograph.engines.local import LocalEngine
+
+    assert model is not None
+    return LocalEngine(model, config.engine, seed=config.training.seed)
+
+
 @asynccontextmanager
-async def _listening(config: Config, engine: Engine, rendering: Rendering) -> AsyncIterator[Gateway]:
-    gateway = Gateway(config, engine, rendering, MemoryTraceStore(), new_admin_key(), config.model.path or "stenograph")
+async def _listening(config: Config, engine: Engine, rendering: Rendering, store: TraceStore) -> AsyncIterator[Gateway]:
+    gateway = Gateway(config, engine, rendering, store, new_admin_key(), config.model.path or "stenograph")
     await gateway.start()
     try:
         yield gateway
@@ -47,12 +119,39 @@ async def _listening(config: Config, engine: Engine, rendering: Rendering) -> As
         await gateway.stop()
 
 
-def build_engine(config: Config, rendering: Rendering) -> Engine:
-    """An engine of its own weights, as `serve` needs it."""
-    if config.engine.kind == "scripted":
-        from stenograph.engines.scripted import ScriptedEngine, load_script
+def _dtypes(config: Config) -> dict[str, str]:
+    """The precisions that sampled and trained log-probabilities come from."""
+    trainer = config.model.dtype + (f", autocast {config.training.autocast}" if config.training.autocast else "")
+    engine = "none" if config.engine.kind == "scripted" else config.engine.dtype or config.model.dtype
+    return {"engine_dtype": engine, "trainer_dtype": trainer}
 
-        assert config.engine.script is not None  # the config's validator saw to it
-        lines = load_script(config.engine.script, rendering)
-        return ScriptedEngine(lines, context_length=config.engine.context_length or 1_000_000)
-    raise AssertionError("local engine")
+
+class LoopThread:
+    """An event loop on a thread of its own: `await loop.run(coroutine)` from another loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stenograph-gateway")
+
+    async def __aenter__(self) -> LoopThread:
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    @asynccontextmanager
+    async def entered(self, make: Callable[[], Any]) -> AsyncIterator[Any]:
+        """Enter and leave an async context manager on this loop."""
+        context = make()
+        entered = await self.run(context.__aenter__())
+        try:
+            yield entered
+        finally:
+            await self.run(context.__aexit__(None, None, None))

@@ -12,7 +12,7 @@ ROOT = Path(stenograph.__file__).parent
 # Each package may import those before it. Parts that share a line do not import one another.
 LAYERS = [
     {"types", "errors"},
-    {"config", "imports"},
+    {"config", "imports", "processes"},
     {"models"},
     {"rendering"},
     {"dialects"},
@@ -24,9 +24,10 @@ LAYERS = [
     {"algorithms"},
     {"training"},
     {"rundir"},
-    {"inspecting", "exporting"},
+    {"inspecting", "curve", "progress"},
+    {"loop"},
     {"run"},
-    {"progress", "cli"},
+    {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from stenograph.config import RolloutsConfig, TasksConfig
@@ -27,7 +27,7 @@ async def batches(
     config: RolloutsConfig,
     steps: range,
     begun: Callable[[int], None] = lambda step: None,
-) -> AsyncIterator[Batch]:
+) -> AsyncGenerator[Batch, None]:
     """Yield a batch per step; asking for the next says that the last was trained on.
 
     With max_staleness = 0 a batch begins when the one before it has been trained on; with n, up to n batches more are

@@ -1,0 +1,212 @@
+"""The training loop: rollouts, one step on them, new weights to the engine, everything written down and released."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from stenograph import curve
+from stenograph.config import Config
+from stenograph.engines.base import Engine
+from stenograph.errors import StenographError, TraceError
+from stenograph.rollouts import Attempts, Batch, batches, evaluate
+from stenograph.rundir import RunDir
+from stenograph.traces.export import session_row
+from stenograph.traces.store import Disposition, Ledger, TraceStore
+from stenograph.training.report import StepReport
+from stenograph.training.trainer import Trainer
+from stenograph.types import Rollout, Sample, Task
+
+
+class Watcher(Protocol):
+    """Who looks on: a progress display, or a test."""
+
+    def phase(self, name: str) -> None: ...
+
+    def step(self, row: dict[str, Any]) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Loop:
+    """One training run over parts that its caller owns."""
+
+    config: Config
+    run: RunDir
+    engine: Engine
+    on_engine: Callable[[Coroutine[Any, Any, None]], Awaitable[None]]  # runs a call of the engine on its own loop
+    store: TraceStore
+    trainer: Trainer
+    attempts: Attempts
+    tasks: Sequence[Task]
+    held_out: Sequence[Task]
+    dtypes: dict[str, str]
+    watcher: Watcher
+    version: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+    started: float = field(default_factory=time.monotonic)
+
+    async def train(self) -> None:
+        """Run all steps. The summary is written whatever happens."""
+        status, error = "failed", None
+        try:
+            await self._steps()
+            status = "completed"
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            status = "interrupted"
+            raise
+        except Exception as e:
+            error = str(e) if isinstance(e, StenographError) else f"{type(e).__name__}: {e}"
+            raise
+        finally:
+            self.run.write_json("summary.json", self.summary(status, error))
+
+    def summary(self, status: str, error: str | None) -> dict[str, Any]:
+        rewards = [row["reward_mean"] for row in self.rows if row.get("reward_mean") is not None]
+        return {
+            "status": status,
+            "steps": len(rewards),
+            "policy_version": self.version,
+            "reward_first": rewards[0] if rewards else None,
+            "reward_last": rewards[-1] if rewards else None,
+            "seconds": time.monotonic() - self.started,
+            "ledger": asdict(self.ledger),
+            "error": error,
+            **self.dtypes,
+        }
+
+    async def _steps(self) -> None:
+        steps = range(self.config.training.steps)
+        await self._evaluate(0)
+        made = batches(self.attempts, self.tasks, self.config.tasks, self.config.rollouts, steps)
+        try:
+            self.watcher.phase("rollouts")
+            began = time.monotonic()
+            async for batch in made:
+                report, samples = await self._step(batch)
+                self._record(batch, report, samples, time.monotonic() - began)
+                if report.logprob_difference_p99 is not None:
+                    self._check_difference(report.logprob_difference_p99)
+                done = batch.step + 1
+                every = self.config.evaluation.every
+                if every and (done % every == 0 or done == len(steps)):
+                    await self._evaluate(done)
+                began = time.monotonic()
+                self.watcher.phase("rollouts")
+        finally:
+            await made.aclose()
+        actor = self.run.path / "checkpoints" / f"step-{len(steps):06d}" / "actor"
+        await asyncio.to_thread(self.trainer.save_actor, actor)
+
+    async def _step(self, batch: Batch) -> tuple[StepReport, list[Sample]]:
+        judged = [rollout for rollout in batch.rollouts if rollout.reward is not None]
+        samples = [sample for rollout in judged for sample in self.store.samples(rollout.session)]
+        if not samples:
+            raise StenographError(f"step {batch.step}: no attempt can be trained on; {_first_error(batch.rollouts)}")
+        self.run.append("sessions.jsonl", self._session_rows(samples))
+        self.watcher.phase("training")
+        shared = self.config.engine.kind == "local" and self.config.engine.weights == "shared"
+        if shared:
+            await self.on_engine(
+                self.engine.pause("finish")
+            )  # a step under a running engine would tear the weights within a turn
+        report = await asyncio.to_thread(self.trainer.step, samples)
+        if report.applied:
+            self.version += 1
+            await self.on_engine(self.engine.update_weights(self.trainer.weights, self.version))
+        if shared:
+            await self.on_engine(self.engine.resume())
+        self._settle(batch.rollouts, report.applied)
+        return report, samples
+
+    def _settle(self, rollouts: Iterable[Rollout], applied: bool) -> None:
+        trained = Disposition("trained") if applied else Disposition("dropped", "step_skipped")
+        for rollout in rollouts:
+            if rollout.session:
+                self.store.settle(rollout.session, trained if rollout.reward is not None else _FAILED)
+
+    def _record(self, batch: Batch, report: StepReport, samples: list[Sample], seconds: float) -> None:
+        """Write the step down, check that its tokens are accounted for, and let its sessions go."""
+        sessions = [rollout.session for rollout in batch.rollouts if rollout.session]
+        ledgers = {session: self.store.ledger(session) for session in sessions}
+        self.run.append("rollouts.jsonl", (self._rollout_row(batch.step, r, ledgers) for r in batch.rollouts))
+        astray = [name for name, held in ledgers.items() if not held.balanced or held.in_flight]
+        if astray:
+            raise TraceError(f"step {batch.step}: tokens are not accounted for in sessions {', '.join(astray)}")
+        self.ledger = _sum([self.ledger, *ledgers.values()])
+        row = {
+            "step": batch.step + 1,
+            "policy_version": self.version,
+            "time_s": time.monotonic() - self.started,
+            **asdict(report),
+            "num_rollouts": len(batch.rollouts),
+            "status": dict(Counter(rollout.status for rollout in batch.rollouts)),
+            "num_sampled_tokens": sum(held.sampled for held in ledgers.values()),
+            "training_seconds": report.seconds,
+            "seconds": seconds,
+            **self.dtypes,
+        }
+        self._add(row)
+        self.store.release(sessions)
+
+    def _session_rows(self, samples: list[Sample]) -> Iterable[dict[str, Any]]:
+        return (session_row(sample, self.store.tree(sample.session)) for sample in samples)
+
+    def _rollout_row(self, step: int, rollout: Rollout, ledgers: dict[str, Ledger]) -> dict[str, Any]:
+        row = {"step": step + 1, "rollout_id": rollout.id, "group_id": rollout.group_id, "task_id": rollout.task.id}
+        for name in ("session", "reward", "parts", "status", "error", "seconds"):
+            row[name] = getattr(rollout, name)
+        known = rollout.session in ledgers
+        row["num_turns"] = self.store.get(rollout.session).num_turns if known else 0
+        row["ledger"] = asdict(ledgers.get(rollout.session, Ledger()))
+        row["drift"] = [asdict(record) for record in self.store.drift(rollout.session)] if known else []
+        return row
+
+    def _check_difference(self, p99: float) -> None:
+        limit = self.config.engine.max_logprob_difference
+        if p99 > limit:
+            told = f"engine and trainer disagree: the 99th percentile of |rollout - old| log-probability is {p99:.3f}"
+            raise StenographError(f"{told}, over engine.max_logprob_difference = {limit}; bring their dtypes together")
+
+    async def _evaluate(self, step: int) -> None:
+        if not self.config.evaluation.every:
+            return
+        self.watcher.phase("evaluation")
+        result = await evaluate(self.attempts, self.held_out, self.config.evaluation.num_samples)
+        row = {"step": step, "policy_version": self.version, "time_s": time.monotonic() - self.started}
+        self._add(row | {f"eval_{name}": value for name, value in asdict(result).items()})
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self.run.append("metrics.jsonl", [row])
+        self.run.write("curve.png", curve.draw(self.rows, self.run.path.name))
+        self.watcher.step(row)
+
+
+_FAILED = Disposition("dropped", "rollout_failed")
+
+
+def _first_error(rollouts: Iterable[Rollout]) -> str:
+    errors = Counter(rollout.error for rollout in rollouts if rollout.error)
+    if not errors:
+        return "the agents made no call that was recorded; do they use OPENAI_BASE_URL?"
+    error, count = errors.most_common(1)[0]
+    return f"{count} attempts failed with: {error}"
+
+
+def _sum(ledgers: Sequence[Ledger]) -> Ledger:
+    total = Ledger()
+    for held in ledgers:
+        total = replace(
+            total,
+            sampled=total.sampled + held.sampled,
+            trained=total.trained + held.trained,
+            in_flight=total.in_flight + held.in_flight,
+            masked=dict(Counter(total.masked) + Counter(held.masked)),
+            dropped=dict(Counter(total.dropped) + Counter(held.dropped)),
+        )
+    return total
