@@ -157,6 +157,17 @@ def test_a_template_whose_continuation_cannot_be_proven_is_not_bridged(source: s
     assert rendering.extend(conversation, 2, prompt, rendering.encode_text("a!b<|im_end|>")) is None
 
 
+def test_a_turn_that_the_template_closes_otherwise_is_not_bridged(tmp_path: Path) -> None:
+    closes = "('<|im_end|>\\n' if not m.tool_calls else '<|endoftext|>\\n')"
+    rendering = template(CHATML.replace("'<|im_end|>\\n'", closes), tmp_path)
+    call = Message("assistant", "a", tool_calls=(_call("{}"),))
+    prompt = rendering.render(Conversation((Message("user", "q"),)))
+    output = rendering.encode_text("a<|im_end|>")
+    for said, bridged in ((Message("assistant", "a"), True), (call, False)):
+        conversation = Conversation((Message("user", "q"), said, Message("user", "r")))
+        assert (rendering.extend(conversation, 2, prompt, output) is not None) is bridged
+
+
 def test_trimmed_new_content_is_bridged_as_the_template_prints_it(tmp_path: Path) -> None:
     rendering = template(CHATML.replace("m.content", "m.content | trim"), tmp_path)
     conversation = Conversation((Message("user", "q"), Message("assistant", " a "), Message("user", " r ")))

@@ -180,6 +180,16 @@ def test_a_stream_shows_what_the_whole_turn_says(name: str, output: tuple[list[s
     assert "".join(delta.reasoning for delta in deltas) == reply.reasoning
 
 
+def test_a_marker_spelled_in_letters_is_read_alike_in_parts_and_as_a_whole() -> None:
+    prompt = FAMILY.render(ASKED)
+    ids = _ids(FAMILY, ["<think>", "a", "</thi", "nk>", "b", "</think>", "c"])
+    stream = FAMILY.stream(prompt, ASKED)
+    shown = [stream.feed(ids), stream.finish()]
+    reply = FAMILY.parse(ids, prompt, ASKED)
+    assert "".join(delta.content for delta in shown) == reply.content
+    assert "".join(delta.reasoning for delta in shown) == reply.reasoning == "a</think>b"
+
+
 def test_text_leaves_as_it_arrives(rendering: Rendering) -> None:
     stream = rendering.stream(rendering.render(ASKED), ASKED)
     seen = []
@@ -208,6 +218,10 @@ def test_the_slice_of_a_value_is_its_text(before: dict[str, object], value: obje
     assert json.dumps(json.loads(raw)) == json.dumps(value)
     assert raw in text
     assert raw_value(text, "no such key") is None or "no such key" in before
+
+
+def test_of_repeated_keys_the_last_counts() -> None:
+    assert raw_value('{"a": 1, "a":  2 }', "a") == "2"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a"', '{"a": }', '{"a": 1', '{"a": 1 "b": 2}', '{"a": 1,}x', "1"])
