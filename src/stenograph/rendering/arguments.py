@@ -8,6 +8,7 @@ from stenograph.types import ToolCall
 
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\n\r"
+_MAX_OBJECTS = 4  # the call itself and what may stand before its arguments
 
 
 def read_call(text: str) -> ToolCall | None:
@@ -26,6 +27,28 @@ def read_call(text: str) -> ToolCall | None:
 def compact(arguments: object) -> str:
     """Arguments as JSON text, for formats in which the model writes none."""
     return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+
+
+def raw_arguments(call: str, arguments: object) -> str | None:
+    """The text in `call` that says `arguments`, which a family's own parser read; None where no JSON in it does.
+
+    Families write the object under a key of its own, or bare behind the name; a tag-style call may hold other JSON.
+    """
+    raw = raw_value(call, "arguments")
+    if raw is not None and _means(raw, arguments):
+        return raw
+    at = -1
+    for _ in range(_MAX_OBJECTS):
+        at = call.find("{", at + 1)
+        if at < 0:
+            break
+        try:
+            end = _DECODER.raw_decode(call, at)[1]
+        except (ValueError, RecursionError):
+            continue
+        if _means(call[at:end], arguments):
+            return call[at:end]
+    return None
 
 
 def raw_value(text: str, key: str) -> str | None:
@@ -61,3 +84,10 @@ def _skip_space(text: str, at: int) -> int:
     while at < len(text) and text[at] in _SPACE:
         at += 1
     return at
+
+
+def _means(raw: str, value: object) -> bool:
+    try:
+        return compact(json.loads(raw)) == compact(value)  # as text, for NaN is not equal to itself
+    except (ValueError, RecursionError):
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from renderers import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseSta
 from renderers.reasoning import prompt_ends_in_reasoning
 
 from stenograph.errors import RequestError, boundary
-from stenograph.rendering.arguments import compact, raw_value
+from stenograph.rendering.arguments import compact, raw_arguments
 from stenograph.rendering.base import StreamParser
 from stenograph.rendering.detokenize import Detokenizer
 from stenograph.rendering.messages import ends_reasoning, message_dicts, tool_dicts
@@ -99,10 +98,11 @@ class FamilyRendering:
         answered = Conversation((*asked.messages, reply.message()))
         prompt = self.render(asked)
         messages: list[Any] = message_dicts(answered)
-        ids = _array(self._renderer.render_ids(messages))
-        num_shared = len(prompt)
-        if not np.array_equal(ids[:num_shared], prompt):
-            num_shared = int(np.argmin(ids[:num_shared] == prompt[: len(ids)]))
+        with boundary(RequestError, f"render a reply as {self._name}"):
+            ids = _array(self._renderer.render_ids(messages))
+        size = min(len(ids), len(prompt))
+        differs = np.flatnonzero(ids[:size] != prompt[:size])
+        num_shared = int(differs[0]) if len(differs) else size
         turn = ids[num_shared:]
         ends = np.flatnonzero(np.isin(turn, self._stop))
         # Some families end a turn with the token that opens the next one.
@@ -169,19 +169,11 @@ class FamilyRendering:
 def _tool_call(attempt: ParsedToolCall) -> ToolCall | None:
     if attempt.status != ToolCallParseStatus.OK or not isinstance(attempt.name, str):
         return None
-    raw = raw_value(attempt.raw, "arguments")
-    if raw is not None and _means(raw, attempt.arguments):
-        return ToolCall("", attempt.name, raw)
     arguments = attempt.arguments
-    return ToolCall("", attempt.name, arguments if isinstance(arguments, str) else compact(arguments or {}))
-
-
-def _means(raw: str, arguments: object) -> bool:
-    """Whether the sliced text is what the family's own parser read: a tag-style call may contain JSON of its own."""
-    try:
-        return compact(json.loads(raw)) == compact(arguments)  # as text, for NaN is not equal to itself
-    except (ValueError, RecursionError):
-        return False
+    raw = raw_arguments(attempt.raw, arguments)
+    if raw is None:
+        raw = arguments if isinstance(arguments, str) else compact(arguments or {})
+    return ToolCall("", attempt.name, raw)
 
 
 def _array(ids: list[int]) -> Ids:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograph.rendering import Rendering
-from stenograph.rendering.arguments import raw_value
+from stenograph.rendering.arguments import raw_arguments, raw_value
 from stenograph.types import Conversation, Ids, Message, Reply, Tool, ToolCall
 from support.tokenizers import example, family, tagged_family
 
@@ -218,6 +218,20 @@ def test_the_slice_of_a_value_is_its_text(before: dict[str, object], value: obje
     assert json.dumps(json.loads(raw)) == json.dumps(value)
     assert raw in text
     assert raw_value(text, "no such key") is None or "no such key" in before
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "raw"),
+    [
+        ('functions.f:0<|args|>{"a":  1.0e4}', {"a": 1.0e4}, '{"a":  1.0e4}'),
+        ('{"name": "f", "parameters": {"a" : "\\u00e9"}}', {"a": "é"}, '{"a" : "\\u00e9"}'),
+        ("f<k>a</k><v>{}</v>", {"a": {}}, None),
+        ('{"name": "f", "arguments": {"a": 1}}', {"a": 2}, None),
+        ("{" * 100_000, {}, None),
+    ],
+)
+def test_arguments_are_found_where_a_family_writes_them(call: str, arguments: object, raw: str | None) -> None:
+    assert raw_arguments(call, arguments) == raw
 
 
 def test_of_repeated_keys_the_last_counts() -> None:
