@@ -8,13 +8,13 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
-from support.models import Weights, tiny_model
 
 from stenograph.config import EngineConfig
 from stenograph.engines.base import Chunk, Engine, Generate
 from stenograph.engines.local import LocalEngine
 from stenograph.engines.scripted import Line, ScriptedEngine
 from stenograph.types import Sampling
+from support.models import Weights, tiny_model
 
 PROMPT = np.arange(20, dtype=np.int32)
 LENGTH = 60  # tokens of every answer that nothing cuts short
@@ -113,14 +113,15 @@ async def test_pausing_to_abort_ends_requests_with_what_they_had(engine: Engine)
 
 async def test_pausing_to_keep_freezes_a_request_and_its_version_becomes_a_span(engine: Engine) -> None:
     chunks: list[Chunk] = []
+    started = asyncio.Event()
 
     async def watch() -> None:
         async for chunk in engine.generate(asked()):
             chunks.append(chunk)
+            started.set()
 
     turn = asyncio.create_task(watch())
-    while not chunks:
-        await asyncio.sleep(0.001)
+    await started.wait()
     await engine.pause("keep")
     await asyncio.sleep(0.02)
     frozen = len(chunks)

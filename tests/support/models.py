@@ -23,7 +23,6 @@ def tiny_model(tokenizer_size: int = 307, seed: int = 0, *, context_length: int 
         max_position_embeddings=context_length,
         tie_word_embeddings=True,
         initializer_range=0.2,  # large enough for distributions that differ from position to position
-        attn_implementation="sdpa",
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

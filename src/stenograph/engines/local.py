@@ -43,6 +43,7 @@ class LocalEngine:
         self._shared = config.weights == "shared"
         dtype = getattr(torch, config.dtype) if config.dtype is not None else model.dtype
         self._model = sharing_twin(model) if self._shared else copying_twin(model, dtype)
+        self._vocab_size = model.config.get_text_config().vocab_size
         self._config = config
         self._version = version
         self._generator = torch.Generator(model.device).manual_seed(seed)
@@ -141,6 +142,12 @@ class LocalEngine:
             raise ContextOverflow(len(request.ids), self.capabilities.context_length)
         if len(request.ids) == 0:
             raise RequestError("the prompt has no tokens; send at least one message")
+        if not 0 <= request.ids.min() <= request.ids.max() < self._vocab_size:  # it would end the thread for everyone
+            raise EngineError(
+                f"token {request.ids.max()} is outside the model's vocabulary of {self._vocab_size}; "
+                "use the model's own tokenizer",
+                status=400,
+            )
         return Job(
             id=str(next(self._numbers)),
             ids=request.ids.tolist(),
