@@ -89,8 +89,7 @@ class Loop:
             async for batch in made:
                 report, samples = await self._step(batch)
                 self._record(batch, report, samples, time.monotonic() - began)
-                if report.logprob_difference_p99 is not None:
-                    self._check_difference(report.logprob_difference_p99)
+                self._check_difference(report)
                 done = batch.step + 1
                 every = self.config.evaluation.every
                 if every and (done % every == 0 or done == len(steps)):
@@ -166,11 +165,14 @@ class Loop:
         row["drift"] = [asdict(record) for record in self.store.drift(rollout.session)] if known else []
         return row
 
-    def _check_difference(self, p99: float) -> None:
-        limit = self.config.engine.max_logprob_difference
-        if p99 > limit:
-            told = f"engine and trainer disagree: the 99th percentile of |rollout - old| log-probability is {p99:.3f}"
-            raise StenographError(f"{told}, over engine.max_logprob_difference = {limit}; bring their dtypes together")
+    def _check_difference(self, report: StepReport) -> None:
+        """Stop where the engine no longer samples from what the trainer trains."""
+        for name in ("logprob_difference_mean", "logprob_difference_p99"):
+            limit, measured = getattr(self.config.engine, f"max_{name}"), getattr(report, name)
+            if measured is not None and measured > limit:
+                pair = f"engine {self.dtypes['engine_dtype']}, trainer {self.dtypes['trainer_dtype']}"
+                told = f"{name} is {measured:.3f} ({pair}), over engine.max_{name} = {limit}"
+                raise StenographError(f"{told}; bring the dtypes together, or raise the limit")
 
     async def _evaluate(self, step: int) -> None:
         if not self.config.evaluation.every:
