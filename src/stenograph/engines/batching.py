@@ -136,7 +136,7 @@ class Batch:
             scheduler.waiting_requests[state.request_id] = state.create_equivalent_initial_request()
             scheduler.waiting_requests_order.appendleft(state.request_id)
         scheduler.block_new_requests = False  # it waits for an active request to finish, and there is none now
-        pass
+        cache.evict_cached_blocks()
 
     def stop(self) -> None:
         """End the thread and free the cache; requests in flight fail. Not inside `held`."""
