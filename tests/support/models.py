@@ -11,8 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from stenograph.types import Ids, Logprobs
 
 
-def tiny_model(tokenizer_size: int = 307, seed: int = 0, *, context_length: int = 512) -> LlamaForCausalLM:
-    """Llama of 2 layers, hidden 64, grouped queries, tied embeddings; torch's global generator is left as it was."""
+def tiny_model(
+    tokenizer_size: int = 307, seed: int = 0, *, context_length: int = 512, initializer_range: float = 0.2
+) -> LlamaForCausalLM:
+    """Llama of 2 layers, hidden 64, grouped queries, tied embeddings; torch's global generator is left as it was.
+
+    The default range is large enough for distributions that differ from position to position; to learn, 0.02 is better.
+    """
     config = LlamaConfig(
         vocab_size=tokenizer_size,
         hidden_size=64,
@@ -22,7 +27,7 @@ def tiny_model(tokenizer_size: int = 307, seed: int = 0, *, context_length: int 
         num_key_value_heads=2,
         max_position_embeddings=context_length,
         tie_word_embeddings=True,
-        initializer_range=0.2,  # large enough for distributions that differ from position to position
+        initializer_range=initializer_range,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
