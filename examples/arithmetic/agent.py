@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import operator
 import os
@@ -43,25 +44,34 @@ def example(question: str, expression: str, result: str) -> list[Any]:
     ]
 
 
-def solve(question: str) -> str:
-    client = openai.OpenAI()
+async def solve(question: str, client: openai.AsyncOpenAI, model: str) -> str:
     messages = example("512 - 387 = ?", "512 - 387", "125") + example("206 * 734 = ?", "206 * 734", "151204")
     messages.append({"role": "user", "content": question})
     content = ""
     for _ in range(2):
-        answer = client.chat.completions.create(
-            model=os.environ["OPENAI_MODEL"], messages=messages, tools=[CALCULATOR], max_tokens=48
-        )
+        answer = await client.chat.completions.create(model=model, messages=messages, tools=[CALCULATOR], max_tokens=48)
         message = answer.choices[0].message
         content = message.content or ""
         messages.append(message)
         if not message.tool_calls:
             break
         for call in message.tool_calls:
-            result = calculate(call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return content
+            if call.type == "function":
+                result = calculate(call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return content.strip()
+
+
+async def attempt(task: Any, session: Any) -> str:
+    """The same agent as a coroutine, for runs that would rather not start a process per attempt."""
+    async with openai.AsyncOpenAI(base_url=session.base_url + "/v1", api_key=session.api_key) as client:
+        return await solve(task.prompt, client, session.model)
+
+
+async def main() -> None:
+    async with openai.AsyncOpenAI() as client:
+        print(await solve(sys.argv[1], client, os.environ["OPENAI_MODEL"]) or "(nothing)")
 
 
 if __name__ == "__main__":
-    print(solve(sys.argv[1]).strip() or "(nothing)")
+    asyncio.run(main())

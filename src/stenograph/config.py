@@ -115,7 +115,7 @@ class TasksConfig(Section):
 class AgentConfig(Section):
     """Exactly one agent: a command, a callable or a URL."""
 
-    command: tuple[str, ...] | None = None  # {prompt} in an argument is replaced
+    command: tuple[str, ...] = ()  # {prompt} in an argument is replaced
     callable: str | None = None  # module:function, async (task, session) -> answer
     url: str | None = None  # POST {"task", "base_url", "api_key"} -> {"answer"}
     timeout_s: Positive = 600.0
@@ -124,13 +124,9 @@ class AgentConfig(Section):
 
     @model_validator(mode="after")
     def _one_agent(self) -> AgentConfig:
-        if sum(x is not None for x in (self.command, self.callable, self.url)) > 1:
-            raise ValueError("give one of command, callable, url")
+        if sum(map(bool, (self.command, self.callable, self.url))) > 1:
+            raise ValueError("give one of command, callable, url (command = [] takes a command back)")
         return self
-
-    @property
-    def given(self) -> bool:
-        return any(x is not None for x in (self.command, self.callable, self.url))
 
 
 class JudgeConfig(Section):
