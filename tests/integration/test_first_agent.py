@@ -16,7 +16,7 @@ from support.models import fresh_logprobs
 from support.serving import Server, serving
 from support.taught import ARGUMENTS, conversation_ids, save_taught_model
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture(scope="module")

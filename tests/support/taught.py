@@ -53,15 +53,17 @@ def save_taught_model(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     tokens = torch.from_numpy(ids).long()[None]
     written = torch.from_numpy(mask)[1:]
+    least = -torch.inf
     with torch.random.fork_rng():
         for _ in range(400):
             logprobs = model(tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
             chosen = logprobs.gather(1, tokens[0, 1:, None])[:, 0][written]
-            if chosen.min() > -0.004:
+            least = chosen.min().item()
+            if least > -0.004:
                 break
             optimizer.zero_grad()
             (-chosen.mean()).backward()
             optimizer.step()
-    assert chosen.min() > -0.01, f"the conversation was not learnt: {chosen.min():.3f}"
+    assert least > -0.01, f"the conversation was not learnt: {least:.3f}"
     model.save_pretrained(folder)
     builtin_tokenizer().save_pretrained(folder)

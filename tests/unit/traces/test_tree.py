@@ -1,0 +1,118 @@
+"""A path's ids are exactly what the engine saw, whatever came between."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stenograph.errors import TraceError
+from stenograph.traces.tree import TraceTree
+from stenograph.types import Message, Tool
+from support.turns import asking, make_turn, user
+
+
+def test_a_turn_that_continues_adds_what_is_new() -> None:
+    tree = TraceTree()
+    first = make_turn([1, 2, 3], [4, 5], asked=[user("a")], said="b")
+    second = make_turn([6], [7], asked=[user("c")], said="d")
+    tree.add(first, None)
+    match = tree.match(asking("a", "b", "c"))
+    assert match is not None
+    assert (match.turn, match.num_known) == (first.id, 2)
+    tree.add(second, match.turn)
+    assert tree.path_ids(second.id).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert [len(node.ids) for node in tree.nodes()] == [3, 2, 1, 1]
+    assert tree.path_turns(second.id) == [first.id, second.id]
+    assert [m.content for m in tree.conversation(second.id).messages] == ["a", "b", "c"]
+    assert tree.leaves() == [second.id]
+
+
+def test_the_deepest_turn_is_matched_and_a_repeat_is_a_sibling() -> None:
+    tree = TraceTree()
+    first, second = make_turn([1], [2], asked=[user("a")], said="b"), make_turn([3], [4], asked=[user("c")], said="d")
+    tree.add(first, None)
+    tree.add(second, first.id)
+    deepest, repeat = tree.match(asking("a", "b", "c", "d", "e")), tree.match(asking("a", "b", "c"))
+    assert deepest is not None
+    assert repeat is not None
+    assert (deepest.turn, repeat.turn) == (second.id, first.id)
+    sibling = make_turn([3], [5], asked=[user("c")], said="x")
+    assert tree.add(sibling, repeat.turn) == 1  # the context is shared
+    assert len(list(tree.nodes())) == 5
+    assert tree.leaves() == [second.id, sibling.id]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [("A", "b", "c"), ("a", "B", "c"), ("a",), ("a", "b")],
+    ids=["another question", "an edited answer", "no answer yet", "nothing new"],
+)
+def test_what_was_not_said_is_not_matched(said: tuple[str, ...]) -> None:
+    tree = TraceTree()
+    tree.add(make_turn([1], [2], asked=[user("a")], said="b"), None)
+    assert tree.match(asking(*said)) is None
+
+
+def test_other_tools_are_another_conversation() -> None:
+    tree = TraceTree()
+    tree.add(make_turn([1], [2], asked=[user("a")], said="b"), None)
+    assert tree.match(asking("a", "b", "c", tools=(Tool("t", "", {}),))) is None
+
+
+def test_ids_of_calls_do_not_part_conversations() -> None:
+    from stenograph.types import Conversation, Reply, ToolCall
+
+    tree = TraceTree()
+    turn = make_turn([1], [2], asked=[user("a")])
+    object.__setattr__(turn, "reply", Reply("", "", (ToolCall("call_1", "f", "{}"),)))
+    tree.add(turn, None)
+    echoed = Message("assistant", tool_calls=(ToolCall("other", "f", "{}"),))
+    assert tree.match(Conversation((user("a"), echoed, Message("tool", "x", tool_call_id="other")))) is not None
+    changed = Message("assistant", tool_calls=(ToolCall("call_1", "f", "{ }"),))
+    assert tree.match(Conversation((user("a"), changed, Message("tool", "x")))) is None
+
+
+def test_a_fork_cuts_context_and_never_an_output() -> None:
+    tree = TraceTree()
+    first = make_turn([1, 2, 3], [4, 5, 6], asked=[user("a")])
+    tree.add(first, None)
+    assert tree.add(make_turn([1, 2, 9], [7], asked=[user("x")]), None) == 2
+    inside_output = make_turn([1, 2, 3, 4, 5, 8], [7], asked=[user("y")])
+    assert tree.add(inside_output, None) == 3
+    through_output = make_turn([1, 2, 3, 4, 5, 6, 8], [7], asked=[user("z")])
+    assert tree.add(through_output, None) == 6
+    for turn in (inside_output, through_output):
+        assert tree.path_ids(turn.id).tolist() == [*turn.context_ids, *turn.output_ids]
+    assert tree.path_ids(first.id).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_turn_is_recorded_once() -> None:
+    tree = TraceTree()
+    turn = make_turn([1], [2])
+    tree.add(turn, None)
+    with pytest.raises(TraceError, match="recorded already"):
+        tree.add(turn, None)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_path_is_what_was_sent_and_sampled(data: st.DataObject) -> None:
+    """Random continuations, repeats and forks over few ids, against an oracle that remembers."""
+    ids = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+    tree = TraceTree()
+    seen: dict[str, list[int]] = {}
+    for n in range(data.draw(st.integers(1, 12))):
+        parent = data.draw(st.none() | st.sampled_from(sorted(seen))) if seen else None
+        turn = make_turn(data.draw(ids), data.draw(ids), asked=[user(str(n))])
+        tree.add(turn, parent)
+        seen[turn.id] = (seen[parent] if parent else []) + [*turn.context_ids.tolist(), *turn.output_ids.tolist()]
+        for name, expected in seen.items():
+            assert tree.path_ids(name).tolist() == expected
+    for node in tree.nodes():
+        assert len(node.ids) > 0
+        assert node.parent is not None
+        assert node.start == node.parent.end
+        outputs = tree.turns[node.turn].output_ids if node.turn else None
+        assert outputs is None or np.array_equal(node.ids, outputs)
