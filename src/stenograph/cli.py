@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -138,6 +139,7 @@ def _say(payload: object) -> None:
 
 
 def main() -> None:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # stderr is for our own progress, and one-line errors
     try:
         app()
     except ConfigError as e:

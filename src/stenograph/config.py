@@ -179,6 +179,7 @@ class TrainingConfig(Section):
     num_threads: PositiveInt | None = None  # torch's; default: its own choice
     device: str | None = None  # default: cuda where there is one, else cpu
     seed: int = 0
+    record: Annotated[str, Field(pattern=r"^(all|none|sample:\d+)$")] = "sample:64"  # branches a step, per token
     shuffle_rewards: bool = False  # the control experiment: rewards permuted over the step's rollouts
 
 

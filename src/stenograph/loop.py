@@ -102,11 +102,13 @@ class Loop:
         await asyncio.to_thread(self.trainer.save_actor, actor)
 
     async def _step(self, batch: Batch) -> tuple[StepReport, list[Sample]]:
-        judged = [rollout for rollout in batch.rollouts if rollout.reward is not None]
-        samples = [sample for rollout in judged for sample in self.store.samples(rollout.session)]
+        sessions = [rollout.session for rollout in batch.rollouts if rollout.session]
+        recorded = [sample for session in sessions for sample in self.store.samples(session)]
+        self.run.append("sessions.jsonl", self._session_rows(recorded))
+        judged = {rollout.session for rollout in batch.rollouts if rollout.reward is not None}
+        samples = [sample for sample in recorded if sample.session in judged]
         if not samples:
-            raise StenographError(f"step {batch.step}: no attempt can be trained on; {_first_error(batch.rollouts)}")
-        self.run.append("sessions.jsonl", self._session_rows(samples))
+            raise StenographError(f"step {batch.step + 1}: nothing to train on; {_first_error(batch.rollouts)}")
         self.watcher.phase("training")
         shared = self.config.engine.kind == "local" and self.config.engine.weights == "shared"
         if shared:
@@ -120,6 +122,7 @@ class Loop:
         if shared:
             await self.on_engine(self.engine.resume())
         self._settle(batch.rollouts, report.applied)
+        self._record_tokens(batch.step + 1, samples)
         return report, samples
 
     def _settle(self, rollouts: Iterable[Rollout], applied: bool) -> None:
@@ -127,6 +130,17 @@ class Loop:
         for rollout in rollouts:
             if rollout.session:
                 self.store.settle(rollout.session, trained if rollout.reward is not None else _FAILED)
+
+    def _record_tokens(self, step: int, samples: list[Sample]) -> None:
+        """What the trainer saw at each token, by `session/branch/name`, as far as training.record asks."""
+        wanted = self.config.training.record
+        limit = {"all": len(samples), "none": 0}.get(wanted)
+        chosen = list(zip(samples, self.trainer.last_batch, strict=True))
+        chosen = chosen[: int(wanted.partition(":")[2]) if limit is None else limit]
+        names = ("loss_mask", "old_logprobs", "advantages")
+        arrays = {f"{s.session}/{s.branch}/{name}": signals[name] for s, signals in chosen for name in names}
+        if arrays:
+            self.run.write_arrays(f"tokens/step-{step:06d}.npz", arrays)
 
     def _record(self, batch: Batch, report: StepReport, samples: list[Sample], seconds: float) -> None:
         """Write the step down, check that its tokens are accounted for, and let its sessions go."""

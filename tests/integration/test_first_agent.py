@@ -40,7 +40,7 @@ def test_a_client_and_a_local_engine_leave_an_exact_sample(server: Server, folde
     messages: list[Any] = [{"role": "user", "content": "1+2?"}]
 
     def turn() -> Any:
-        answer = client.chat.completions.create(model="m", messages=messages, tools=[ADD], stream=stream)
+        answer: Any = client.chat.completions.create(model="m", messages=messages, tools=[ADD], stream=stream)
         message = join(answer) if stream else answer.choices[0].message.model_dump(exclude_none=True)
         messages.append(message)
         return message

@@ -112,6 +112,10 @@ def test_a_run_leaves_a_whole_record(project: Path) -> None:
     samples = rows(run / "sessions.jsonl")
     assert sum(sum(row["loss_mask"]) for row in samples) == ledger["sampled"]
     assert {version for row in samples for version in row["versions"]} == {-1, 0, *range(summary["policy_version"])}
+    arrays = np.load(run / "tokens" / "step-000001.npz")
+    first = samples[0]
+    mask = arrays[f"{first['session']}/{first['branch']}/loss_mask"]
+    assert mask.tolist() == [bool(x) for x in first["loss_mask"]]
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     before = load_file(project / "model" / "model.safetensors")
     after = load_file(run / "checkpoints" / "step-000002" / "actor" / "model.safetensors")
@@ -152,7 +156,7 @@ BAD_INPUT = [
     (("tasks.path=/dev/null",), 2, "empty"),
     (("rollouts.max_staleness=1",), 2, "engine.weights"),
     (("judge.callable=json:loads",), 1, "judge"),
-    (("agent.command=['false']",), 0, ""),
+    (("agent.command=['false']",), 1, "exited with 1"),
 ]
 
 
@@ -160,12 +164,11 @@ BAD_INPUT = [
 def test_bad_input_is_one_line(project: Path, settings: tuple[str, ...], code: int, named: str) -> None:
     done = train(project, "training.steps=1", *settings)
     assert done.returncode == code, done.stderr
-    if code:
-        error = [line for line in done.stderr.splitlines() if line.startswith("steno: ")]
-        assert len(error) == 1, done.stderr
-        assert named in error[0]
-        assert "Traceback" not in done.stderr
-        assert done.stdout == ""
+    error = [line for line in done.stderr.splitlines() if line.startswith("steno: ")]
+    assert len(error) == 1, done.stderr
+    assert named in error[0]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
 
 
 def test_a_run_that_fails_keeps_what_was_recorded(project: Path) -> None:
@@ -182,7 +185,7 @@ def test_a_run_that_fails_keeps_what_was_recorded(project: Path) -> None:
     assert (summary["status"], summary["steps"]) == ("failed", 1)
     assert "no more" in summary["error"]
     assert len(rows(project / "run" / "metrics.jsonl")) == 1
-    assert len(rows(project / "run" / "sessions.jsonl")) == 6
+    assert len(rows(project / "run" / "sessions.jsonl")) == 12  # the second step's too, though nobody judged them
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing_before_it(project: Path) -> None:

@@ -58,6 +58,7 @@ class Trainer:
             fused=True,  # one pass over the weights; the others make ten
         )
         self.num_steps = 0
+        self.last_batch: list[TokenArrays] = []  # the last step's arrays, in the order of its samples
 
     @property
     def weights(self) -> ModelWeights:
@@ -106,6 +107,7 @@ class Trainer:
                 chosen = sorted(n for rollout in minibatch for n in rollouts[rollout].samples)
                 self._update([sequences[n] for n in chosen], tally, single_pass=single_pass)
         self.num_steps += 1
+        self.last_batch = sequences
         return tally.report(
             sequences,
             num_rollouts=len(rollouts),
