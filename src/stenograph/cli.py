@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import orjson
 import typer
 import uvloop
 from rich.console import Console
+from typer.exceptions import TyperException
 
 from stenograph import inspecting
 from stenograph.config import load_config
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from stenograph.gateway.server import Gateway
 
 T = TypeVar("T")
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+INTERRUPTED = 130  # what a shell makes of SIGINT
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=VALUE", help="override a setting")]
 Run = Annotated[Path, typer.Argument(help="a run's folder")]
@@ -141,15 +143,17 @@ def _say(payload: object) -> None:
 def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # stderr is for our own progress, and one-line errors
     try:
-        app()
+        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+    except TyperException as e:
+        _fail(getattr(e, "message", "") or str(e), 2)
     except ConfigError as e:
-        _fail(e, 2)
+        _fail(str(e), 2)
     except StenographError as e:
-        _fail(e, 1)
-    except KeyboardInterrupt:
-        _fail(StenographError("interrupted"), 130)
+        _fail(str(e), 1)
+    if code == INTERRUPTED:
+        _fail("interrupted", INTERRUPTED)
 
 
-def _fail(error: StenographError, code: int) -> None:
-    print(f"steno: {' '.join(str(error).split())}", file=sys.stderr)
+def _fail(told: str, code: int) -> NoReturn:
+    print(f"steno: {' '.join(told.split())}", file=sys.stderr)
     sys.exit(code)

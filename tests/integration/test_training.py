@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +207,43 @@ def test_an_existing_run_is_not_written_over(project: Path) -> None:
     done = train(project)
     assert done.returncode == 2
     assert "not empty" in done.stderr
+
+
+def test_rollouts_may_run_ahead_of_the_trainer_on_a_copy_of_the_weights(project: Path) -> None:
+    done = train(
+        project, "engine.weights=copy", "rollouts.max_staleness=1", "training.steps=3", "algorithm.estimator=rloo"
+    )
+    assert done.returncode == 0, done.stderr
+    samples = rows(project / "run" / "sessions.jsonl")
+    by_group: dict[str, set[int]] = {}
+    for row in samples:
+        by_group.setdefault(row["group_id"][:11], set()).update(version for version in row["versions"] if version >= 0)
+    assert min(by_group["step-000001"]) == 0  # begun before the first step had been taken
+    assert json.loads(done.stdout)["ledger"]["in_flight"] == 0
+
+
+def test_an_interrupt_ends_the_run_and_its_agents_and_says_so(project: Path) -> None:
+    (project / "agent.py").write_text("import time\nprint('waiting', flush=True)\ntime.sleep(600)\n")
+    command = [STENO, "train", str(project / "config.toml"), "--run-dir", str(project / "run")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (agents := children(process.pid, "agent.py")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert agents
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert stderr.splitlines()[-1] == "steno: interrupted"
+    assert "Traceback" not in stderr
+    assert json.loads((project / "run" / "summary.json").read_text())["status"] == "interrupted"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in agents)
+
+
+def children(pid: int, named: str) -> list[int]:
+    """Direct children with `named` in their command, by the kernel's own list."""
+    listed = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for some in listed for child in some if named in Path(f"/proc/{child}/cmdline").read_text()]
