@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from typing import IO
+
+from stenograph.errors import ConfigError
 
 GRACE_S = 2.0
 
@@ -21,6 +27,19 @@ class Finished:
     stderr: str
 
 
+def resolve_command(command: Sequence[str], setting: str) -> tuple[str, ...]:
+    """The command with the path of its program; `python` is the interpreter that runs us, so its packages are ours.
+
+    Raises ConfigError naming `setting`.
+    """
+    if not command:
+        raise ConfigError(f"{setting} is empty; give a program and its arguments")
+    program = sys.executable if command[0] in ("python", "python3") else shutil.which(command[0])
+    if program is None:
+        raise ConfigError(f"{setting}: {command[0]!r} is not found on PATH; install it or give its path")
+    return (os.path.abspath(program), *command[1:])
+
+
 async def run_process(
     command: Sequence[str],
     *,
@@ -30,56 +49,47 @@ async def run_process(
     timeout_s: float,
     max_output_bytes: int,
 ) -> Finished:
-    """Run a command to its end or its timeout; stdout and stderr are kept up to `max_output_bytes` each.
+    """Run a command to its end or its timeout; the last `max_output_bytes` of stdout and of stderr are kept.
 
     Raises OSError where it cannot be started.
     """
-    async with _group(command, cwd, environment, stdin is not None) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        stdout = asyncio.create_task(_read(process.stdout, max_output_bytes))
-        stderr = asyncio.create_task(_read(process.stderr, max_output_bytes))
-        fed = asyncio.create_task(_feed(process, stdin))
+    async with _pipe(max_output_bytes) as (stdout, out_end), _pipe(max_output_bytes) as (stderr, err_end):
+        with _closing(out_end), _closing(err_end), _file(stdin) as in_end:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                cwd=cwd,
+                env=environment,
+                stdin=in_end,
+                stdout=out_end,
+                stderr=err_end,
+                start_new_session=True,
+            )
         exit_code: int | None = None
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     exit_code = await process.wait()
         finally:
-            # A grandchild may hold the pipes open; they close when the group ends.
             await _end_group(process)
-            await asyncio.wait([stdout, stderr, fed])
-        return Finished(exit_code, stdout.result(), stderr.result())
-
-
-@asynccontextmanager
-async def _group(
-    command: Sequence[str], cwd: str, environment: Mapping[str, str] | None, with_stdin: bool
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        cwd=cwd,
-        env=environment,
-        stdin=asyncio.subprocess.PIPE if with_stdin else asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        await _end_group(process)
+        # A process that left the group may hold the pipes open for as long as it likes; we do not wait for it.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await stdout.ended.wait()
+                await stderr.ended.wait()
+    return Finished(exit_code, stdout.text(), stderr.text())
 
 
 async def _end_group(process: asyncio.subprocess.Process) -> None:
     """Ask the group to end, then make it; returns when the leader is gone."""
-    if process.returncode is None:
-        _signal(process.pid, signal.SIGTERM)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await process.wait()
-    _signal(process.pid, signal.SIGKILL)
-    await process.wait()
+    try:
+        if process.returncode is None:
+            _signal(process.pid, signal.SIGTERM)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await process.wait()
+    finally:
+        _signal(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 def _signal(group: int, number: signal.Signals) -> None:
@@ -87,23 +97,61 @@ def _signal(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-async def _read(stream: asyncio.StreamReader, limit: int) -> str:
-    """Everything up to `limit` bytes; the rest is read and dropped, so that the child is never blocked."""
-    kept, dropped = bytearray(), 0
-    while data := await stream.read(65536):
-        room = limit - len(kept)
-        kept += data[:room]
-        dropped += max(len(data) - room, 0)
-    text = kept.decode(errors="replace")
-    return text + f"\n[{dropped} bytes more were left out]" if dropped else text
+class _Tail(asyncio.Protocol):
+    """The last `limit` bytes of a stream. All of it is read, so that the child is never blocked."""
+
+    def __init__(self, limit: int) -> None:
+        self.ended = asyncio.Event()
+        self._limit = limit
+        self._kept = bytearray()
+        self._dropped = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._kept += data
+        if len(self._kept) > 2 * self._limit:  # seldom, so that a byte is moved once
+            self._trim()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set()
+
+    def text(self) -> str:
+        self._trim()
+        text = self._kept.decode(errors="replace")
+        return f"[{self._dropped} bytes before this were left out]\n{text}" if self._dropped else text
+
+    def _trim(self) -> None:
+        surplus = max(len(self._kept) - self._limit, 0)
+        del self._kept[:surplus]
+        self._dropped += surplus
 
 
-async def _feed(process: asyncio.subprocess.Process, stdin: bytes | None) -> None:
-    if stdin is None or process.stdin is None:
+@asynccontextmanager
+async def _pipe(limit: int) -> AsyncIterator[tuple[_Tail, int]]:
+    """A pipe that is read here; its other end is the caller's to close."""
+    read_end, write_end = os.pipe()
+    loop = asyncio.get_running_loop()
+    transport, tail = await loop.connect_read_pipe(lambda: _Tail(limit), os.fdopen(read_end, "rb", buffering=0))
+    try:
+        yield tail, write_end
+    finally:
+        transport.close()
+
+
+@contextmanager
+def _closing(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _file(content: bytes | None) -> Iterator[IO[bytes] | int]:
+    """What a child reads as stdin: a file has no buffer that fills up while the child does not read."""
+    if content is None:
+        yield asyncio.subprocess.DEVNULL
         return
-    with suppress(ConnectionError):
-        process.stdin.write(stdin)
-        await process.stdin.drain()
-    process.stdin.close()
-    with suppress(ConnectionError):
-        await process.stdin.wait_closed()
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file

@@ -32,14 +32,16 @@ class CommandAgent:
 
     @asynccontextmanager
     async def _run(self, task: Task, session: SessionHandle) -> AsyncIterator[Outcome]:
-        with tempfile.TemporaryDirectory(prefix="steno-agent-", ignore_cleanup_errors=True) as folder:
-            yield await self._attempt(task, session, Path(folder))
+        with boundary(AgentError, "make a folder for the agent"):
+            folder = tempfile.TemporaryDirectory(prefix="steno-agent-", ignore_cleanup_errors=True)
+        with folder:
+            yield await self._attempt(task, session, Path(folder.name))
 
     async def _attempt(self, task: Task, session: SessionHandle, folder: Path) -> Outcome:
         workdir, answer_path, task_path = folder / "work", folder / "answer", folder / "task.json"
         with boundary(AgentError, f"run {self._command[0]}"):
             workdir.mkdir()
-            task_path.write_bytes(orjson.dumps(asdict(task), default=str))
+            task_path.write_bytes(orjson.dumps(asdict(task), default=str, option=orjson.OPT_NON_STR_KEYS))
             started = time.monotonic()
             done = await run_process(
                 [argument.replace("{prompt}", task.prompt) for argument in self._command],

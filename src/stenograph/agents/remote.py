@@ -9,11 +9,13 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
+from typing import Any
 
 import aiohttp
 import orjson
 
 from stenograph.agents.base import SessionHandle
+from stenograph.errors import AgentError, boundary
 from stenograph.types import Outcome, Task
 
 Solve = Callable[[Task, SessionHandle], Awaitable[str | None]]
@@ -31,7 +33,10 @@ class CallableAgent:
 
 
 class UrlAgent:
-    """Posts {"task", "base_url", "api_key"} to a URL that answers {"answer"}."""
+    """Posts {"task", "base_url", "api_key"} to a URL that answers {"answer"}.
+
+    An error status is the agent's failure; a server that cannot be reached is ours, an AgentError.
+    """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
@@ -42,12 +47,17 @@ class UrlAgent:
 
     async def _post(self, task: Task, session: SessionHandle) -> str | None:
         body = {"task": asdict(task), "base_url": session.base_url, "api_key": session.api_key}
+        data = orjson.dumps(body, default=str, option=orjson.OPT_NON_STR_KEYS)
         headers = {"content-type": "application/json"}
-        async with aiohttp.ClientSession() as client:
-            async with client.post(self._url, data=orjson.dumps(body, default=str), headers=headers) as response:
-                text = await response.text()
-                if response.status >= 400:
-                    raise RuntimeError(f"{self._url} answered {response.status}: {text[:300]}")
+        no_timeout = aiohttp.ClientTimeout(total=None)  # the attempt's own deadline holds
+        try:
+            async with aiohttp.ClientSession(timeout=no_timeout) as client:
+                async with client.post(self._url, data=data, headers=headers) as response:
+                    text = await response.text()
+        except aiohttp.ClientError as e:
+            raise AgentError(f"agent.url: no answer from {self._url}: {type(e).__name__}: {e}") from e
+        if response.status >= 400:
+            raise RuntimeError(f"{self._url} answered {response.status}: {text[:300]}")
         return orjson.loads(text)["answer"]
 
 
@@ -62,9 +72,20 @@ async def _outcome(solve: Solve, task: Task, session: SessionHandle, timeout_s: 
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
-            answer = await solve(task, session)
+            answer = _text(await solve(task, session))
+    except AgentError:
+        raise
     except Exception:
         exit_code = None if deadline.expired() else 1
         stderr = traceback.format_exc()
-    with tempfile.TemporaryDirectory(prefix="steno-agent-") as workdir:
-        yield Outcome(answer, exit_code, "", stderr, workdir, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    with boundary(AgentError, "make a folder for the outcome"):
+        folder = tempfile.TemporaryDirectory(prefix="steno-agent-", ignore_cleanup_errors=True)
+    with folder:
+        yield Outcome(answer, exit_code, "", stderr, folder.name, seconds)
+
+
+def _text(answer: Any) -> str | None:
+    if answer is None or isinstance(answer, str):
+        return answer
+    raise TypeError(f"an agent answers a text or None, got {answer!r:.200}")
