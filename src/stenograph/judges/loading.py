@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import re
+import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict
+from numbers import Real
 from typing import Any
 
 import orjson
@@ -16,14 +18,19 @@ from pydantic import ValidationError
 from stenograph.config import JudgeConfig
 from stenograph.errors import ConfigError, JudgeError, boundary
 from stenograph.imports import load_callable
-from stenograph.processes import run_process
+from stenograph.judges import scores
+from stenograph.processes import resolve_command, run_process
 from stenograph.types import Judgement, Outcome, Task
 
 Judge = Callable[[Task, Outcome], Awaitable[Judgement]]
+MAX_OUTPUT_BYTES = 1_000_000  # of a judge command's stdout and of its stderr, each
 
 
 def load_judge(config: JudgeConfig) -> Judge:
-    """The run's judge. A task's own `judge` (fields of JudgeConfig) takes its place for that task."""
+    """The run's judge. A task's own `judge` (fields of JudgeConfig) takes its place for that task.
+
+    Raises ConfigError where the run's judge cannot be had.
+    """
     default = _make(config)
 
     async def judge(task: Task, outcome: Outcome) -> Judgement:
@@ -42,102 +49,117 @@ def _own(task: Task) -> Judge:
 def _make(config: JudgeConfig) -> Judge:
     match config.kind:
         case "exact":
-            return _by(_exact, "exact", config.timeout_s)
+            return _from_function(scores.exact, "exact", config.timeout_s)
         case "regex":
-            return _by(_regex(config.pattern or ""), "regex", config.timeout_s)
+            return _from_function(scores.regex(config.pattern or ""), "regex", config.timeout_s)
         case "dataset":
-            return _by(_dataset, "dataset", config.timeout_s)
+            return _from_function(scores.dataset, "dataset", config.timeout_s)
         case "callable":
             name = config.callable or ""
-            return _by(load_callable(name, "judge.callable"), name, config.timeout_s)
+            return _from_function(load_callable(name, "judge.callable"), name, config.timeout_s)
         case "command":
-            return _command(config)
+            return _from_command(config)
 
 
-def _by(function: Callable[[Task, Outcome], Any], name: str, timeout_s: float) -> Judge:
-    """A judge from a function; one that is not async gets a thread, so that it cannot hold up the others."""
+def _from_function(function: Callable[[Task, Outcome], Any], name: str, timeout_s: float) -> Judge:
+    """One that is not async gets a thread, so that it cannot hold up the others."""
 
     async def judge(task: Task, outcome: Outcome) -> Judgement:
-        with boundary(JudgeError, f"judge task {task.id} with {name}"):
-            async with asyncio.timeout(timeout_s):
-                answer = await asyncio.to_thread(function, task, outcome)
+        # Only the deadline's own expiry counts as the timeout: the judge may raise a TimeoutError of its own.
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                is_async = inspect.iscoroutinefunction(function)
+                answer = function(task, outcome) if is_async else await _in_thread(function, task, outcome)
                 if inspect.isawaitable(answer):
                     answer = await answer
-        return _judgement(answer, name)
+        except JudgeError:
+            raise
+        except Exception as e:
+            if deadline.expired():
+                raise _too_long(name, timeout_s) from e
+            raise JudgeError(f"judge {name} raised {type(e).__name__} on task {task.id}: {e}") from e
+        return _checked(answer, name)
 
     return judge
 
 
-def _judgement(answer: Any, name: str) -> Judgement:
-    judgement = answer if isinstance(answer, Judgement) else None
-    if isinstance(answer, int | float):
-        judgement = Judgement(float(answer))
-    if judgement is None or not math.isfinite(judgement.reward):
-        raise JudgeError(f"judge {name} answered {answer!r}; return a finite number or a Judgement")
-    return judgement
+async def _in_thread(function: Callable[[Task, Outcome], Any], task: Task, outcome: Outcome) -> Any:
+    """Call in a daemon thread of its own: one that hangs holds up neither other judges nor the end of the run."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(answer: Any, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result((answer, error))
+
+    def call() -> None:
+        answer, error = None, None
+        try:
+            answer = function(task, outcome)
+        except BaseException as e:  # SystemExit too: it must not pass for a judge that hangs
+            error = e
+        with suppress(RuntimeError):  # the loop has closed meanwhile: nobody waits any more
+            loop.call_soon_threadsafe(settle, answer, error)
+
+    threading.Thread(target=call, name=f"judge-{task.id}", daemon=True).start()
+    answer, error = await done
+    if isinstance(error, Exception):
+        raise error
+    if error is not None:
+        raise JudgeError(f"the judge of task {task.id} raised {error!r}; raise an Exception, or return a reward")
+    return answer
 
 
-def _exact(task: Task, outcome: Outcome) -> float:
-    return float(outcome.answer is not None and outcome.answer.strip() == _expected(task))
-
-
-def _regex(pattern: str) -> Callable[[Task, Outcome], float]:
-    try:
-        compiled = re.compile(pattern)
-    except re.error as e:
-        raise ConfigError(f"judge.pattern: not a regular expression: {e}") from e
-
-    def score(task: Task, outcome: Outcome) -> float:
-        match = compiled.search(outcome.answer or "")
-        if match is None:
-            return 0.0
-        found = match.group(1) if compiled.groups else match.group()
-        return float(task.answer is None or (found or "").strip() == task.answer.strip())
-
-    return score
-
-
-def _expected(task: Task) -> str:
-    if task.answer is None:
-        raise JudgeError(f"task {task.id} has no answer to compare with; give one, or choose another judge")
-    return task.answer.strip()
-
-
-def _dataset(task: Task, outcome: Outcome) -> float:
-    import reasoning_gym
-
-    if "entry" not in task.data:
-        raise JudgeError(f'task {task.id} is of no dataset; judge.kind = "dataset" needs tasks.dataset')
-    score: Callable[..., float] = reasoning_gym.get_score_answer_fn(task.data["dataset"])
-    return float(score(answer=outcome.answer, entry=task.data["entry"]))
-
-
-def _command(config: JudgeConfig) -> Judge:
-    command = config.command or ()
-    name = command[0] if command else "command"
+def _from_command(config: JudgeConfig) -> Judge:
+    command = resolve_command(config.command or (), "judge.command")
+    name = " ".join(command)
 
     async def judge(task: Task, outcome: Outcome) -> Judgement:
-        payload = orjson.dumps({"task": asdict(task), "outcome": asdict(outcome)}, default=str)
-        with boundary(JudgeError, f"run judge {name}"):
+        with boundary(JudgeError, f"run judge {name} on task {task.id}"):
+            payload = {"task": asdict(task), "outcome": asdict(outcome)}
             done = await run_process(
-                command, cwd=outcome.workdir, stdin=payload, timeout_s=config.timeout_s, max_output_bytes=1_000_000
+                command,
+                cwd=outcome.workdir,
+                stdin=orjson.dumps(payload, default=str, option=orjson.OPT_NON_STR_KEYS),
+                timeout_s=config.timeout_s,
+                max_output_bytes=MAX_OUTPUT_BYTES,
             )
         if done.exit_code is None:
-            raise JudgeError(f"judge {name} took longer than {config.timeout_s:g} s; raise judge.timeout_s")
+            raise _too_long(name, config.timeout_s)
         if done.exit_code != 0:
             raise JudgeError(f"judge {name} exited with {done.exit_code}: {done.stderr[-300:].strip()}")
-        return _read(done.stdout, name)
+        return _last_line(done.stdout, name)
 
     return judge
 
 
-def _read(stdout: str, name: str) -> Judgement:
+def _last_line(stdout: str, name: str) -> Judgement:
     lines = [line for line in stdout.splitlines() if line.strip()]
     try:
         answer = orjson.loads(lines[-1])
         if isinstance(answer, dict):
-            answer = Judgement(float(answer["reward"]), dict(answer.get("parts") or {}))
-    except (IndexError, ValueError, KeyError, TypeError) as e:
+            answer = Judgement(answer["reward"], answer.get("parts") or {})
+    except (IndexError, ValueError, KeyError) as e:
         told = f"judge {name}: the last line of its stdout must be a number or"
-        raise JudgeError(f'{told} {{"reward": x}}, got {lines[-1:]!r}') from e
-    return _judgement(answer, name)
+        raise JudgeError(f'{told} {{"reward": x}}, got {lines[-1:]!r:.300}') from e
+    return _checked(answer, name)
+
+
+def _checked(answer: Any, name: str) -> Judgement:
+    judgement = Judgement(answer) if isinstance(answer, Real) else answer  # type: ignore[arg-type]
+    with suppress(TypeError, ValueError, OverflowError, AttributeError):
+        if isinstance(judgement, Judgement):
+            return Judgement(_finite(judgement.reward), {k: _finite(v) for k, v in judgement.parts.items()})
+    told = "return a finite number, or a Judgement of finite numbers"
+    raise JudgeError(f"judge {name} answered {answer!r:.300}; {told}")
+
+
+def _finite(value: Any) -> float:
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)
+
+
+def _too_long(name: str, timeout_s: float) -> JudgeError:
+    return JudgeError(f"judge {name} took longer than {timeout_s:g} s; make it faster or raise judge.timeout_s")
