@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -23,12 +24,19 @@ def load_callable(name: str, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting}: write module:function or file.py:function, got {name!r}")
     try:
         module = _from_file(Path(module_name)) if module_name.endswith(".py") else _from_path(module_name)
-    except (ImportError, OSError, SyntaxError) as e:
-        raise ConfigError(f"{setting}: cannot import {module_name}: {e}") from e
+    except Exception as e:  # whatever the user's module raises while it is imported
+        raise ConfigError(f"{setting}: cannot import {module_name}: {type(e).__name__}: {e}") from e
     found = getattr(module, attribute, None)
+    if found is None:
+        raise ConfigError(f"{setting}: {module_name} has no function {attribute!r}{_close(attribute, module)}")
     if not callable(found):
-        raise ConfigError(f"{setting}: {module_name} has no function {attribute!r}")
+        raise ConfigError(f"{setting}: {name} is a {type(found).__name__}, not a function")
     return found
+
+
+def _close(attribute: str, module: ModuleType) -> str:
+    matches = difflib.get_close_matches(attribute, dir(module), n=3)
+    return f"; close matches: {', '.join(matches)}" if matches else ""
 
 
 def _from_path(name: str) -> ModuleType:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 
-from stenograph.config import TasksConfig
+from stenograph.config import JudgeConfig, TasksConfig
 from stenograph.errors import ConfigError, boundary
 from stenograph.imports import load_callable
 from stenograph.types import Task
@@ -45,15 +47,20 @@ def _from_dataset(name: str, config: TasksConfig, section: str) -> list[Task]:
         dataset = reasoning_gym.create_dataset(name, seed=config.seed, size=config.size, **config.params)
         entries = [dataset[i] for i in range(config.size)]
     return [
-        Task(f"{name}-{i}", entry["question"], entry["answer"], {"dataset": name, "entry": entry})
+        Task(
+            f"{name}-{i}",
+            entry["question"],
+            entry["answer"],
+            {"dataset": name, "params": config.params, "entry": entry},
+        )
         for i, entry in enumerate(entries)
     ]
 
 
 def _from_file(path: Path, section: str) -> list[Task]:
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as e:
+        lines = path.read_bytes().split(b"\n")  # str.splitlines would cut at U+2028, which JSON allows in a text
+    except OSError as e:
         raise ConfigError(f"{section}.path: cannot read {path}: {e}; give a JSONL file of tasks") from e
     tasks = []
     for n, line in enumerate(lines, 1):
@@ -69,7 +76,7 @@ def _from_file(path: Path, section: str) -> list[Task]:
 def _from_callable(name: str, config: TasksConfig, section: str) -> list[Task]:
     make = load_callable(name, f"{section}.callable")
     with boundary(ConfigError, f"make tasks with {name}"):
-        made = list(make(seed=config.seed, size=config.size, **config.params))
+        made = list(islice(make(seed=config.seed, size=config.size, **config.params), config.size))
     return [task if isinstance(task, Task) else _task(task, f"{name}[{i}]") for i, task in enumerate(made)]
 
 
@@ -84,4 +91,15 @@ def _task(raw: Any, where: str) -> Task:
     answer = raw.get("answer")
     if answer is not None and not isinstance(answer, str):
         raise ConfigError(f"{where}: answer must be a text, got {answer!r}")
-    return Task(raw["id"], raw["prompt"], answer, raw.get("data") or {}, raw.get("sandbox"), raw.get("judge"))
+    for name in ("data", "sandbox", "judge"):
+        if not isinstance(raw.get(name), Mapping | None):
+            raise ConfigError(f"{where}: {name} must be an object, got {raw[name]!r:.200}")
+    judge = raw.get("judge")
+    if judge is not None:
+        try:
+            JudgeConfig.model_validate(judge)
+        except ValidationError as e:
+            first = e.errors()[0]
+            field = ".".join(str(x) for x in ("judge", *first["loc"]))
+            raise ConfigError(f"{where}: {field}: {first['msg'].removeprefix('Value error, ')}") from e
+    return Task(raw["id"], raw["prompt"], answer, raw.get("data") or {}, raw.get("sandbox"), judge)
