@@ -34,7 +34,8 @@ class GatewayClient:
 
     async def open(self, *, traced: bool, metadata: Mapping[str, Any]) -> SessionHandle:
         opened = await self._call("POST", "/sessions", {"traced": traced, "metadata": metadata})
-        return SessionHandle(opened["id"], opened["base_url"], opened["api_key"], self._model)
+        with boundary(RolloutError, "read the session that the gateway opened"):
+            return SessionHandle(opened["id"], opened["base_url"], opened["api_key"], self._model)
 
     async def seal(self, session: str, *, reward: float | None, status: str) -> None:
         """After this nothing commits any more: what was in flight has ended."""
@@ -46,10 +47,10 @@ class GatewayClient:
     async def _call(self, method: str, path: str, body: object = None) -> Any:
         if self._client is None:
             raise RolloutError("the gateway client is not open; use it with `async with`")
-        data = None if body is None else orjson.dumps(body)
         with boundary(RolloutError, f"{method} {path} on the gateway"):
+            data = None if body is None else orjson.dumps(body)
             async with self._client.request(method, self._url + path, data=data) as response:
                 answer = await response.read()
                 if response.status >= 400:
                     raise RolloutError(f"the gateway answered {response.status} to {method} {path}: {answer[:300]!r}")
-        return orjson.loads(answer)
+            return orjson.loads(answer)

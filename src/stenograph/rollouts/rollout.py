@@ -1,15 +1,16 @@
-"""One attempt: its session is sealed whatever happens, and a failure stays its own."""
+"""One attempt: its session is sealed, or deleted where nobody will train on it; a failure stays its own."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 
-from stenograph.agents.base import Agent
-from stenograph.errors import StenographError
+from stenograph.agents.base import Agent, SessionHandle
+from stenograph.errors import RolloutError
 from stenograph.judges import Judge
 from stenograph.rollouts.client import GatewayClient
 from stenograph.types import Outcome, Rollout, RolloutStatus, Task
@@ -19,7 +20,11 @@ STDERR_TAIL = 500
 
 @dataclass(slots=True, eq=False)
 class Attempts:
-    """Runs attempts, at most `max_concurrent` at a time. `changed` hears of each that begins or ends."""
+    """Runs attempts, at most `max_concurrent` at a time. `changed` hears of each that begins or ends.
+
+    An agent that fails or runs out of time earns 0 unjudged: as far as anyone can tell, it is the policy's doing.
+    Where a part of ours fails (gateway, judge, starting the agent) there is no reward, and nobody learns from it.
+    """
 
     gateway: GatewayClient
     agent: Agent
@@ -33,9 +38,12 @@ class Attempts:
         self._free = asyncio.Semaphore(self.max_concurrent)
 
     async def run_all(self, attempts: list[tuple[Task, str]], *, traced: bool = True) -> list[Rollout]:
-        """Run (task, group id) pairs; answers in their order."""
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self.run(task, group_id, traced=traced)) for task, group_id in attempts]
+        """Run (task, group id) pairs; answers in their order. What is no RolloutError ends them all."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self.run(task, group_id, traced=traced)) for task, group_id in attempts]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         return [task.result() for task in running]
 
     async def run(self, task: Task, group_id: str, *, traced: bool = True) -> Rollout:
@@ -49,48 +57,55 @@ class Attempts:
 
     async def _attempt(self, task: Task, group_id: str, traced: bool) -> Rollout:
         started = time.monotonic()
-        id = "rollout_" + secrets.token_hex(8)
-        metadata = {"rollout_id": id, "group_id": group_id, "task_id": task.id}
-        reward: float | None = None
-        status: RolloutStatus = "error"
-        error: str | None = None
-        parts = {}
-        session = ""
+        rollout = Rollout("rollout_" + secrets.token_hex(8), group_id, task, "", None, "error")
+        metadata = {"rollout_id": rollout.id, "group_id": group_id, "task_id": task.id}
         try:
-            handle = await self.gateway.open(traced=traced, metadata=metadata)
-            session = handle.id
-            async with self.agent.run(task, handle) as outcome:
-                status, error = _status(outcome)
-                reward = 0.0
-                if status == "completed":
-                    judgement = await self.judge(task, outcome)
-                    reward, parts = judgement.reward, dict(judgement.parts)
-        except StenographError as e:
-            # Our own parts failed, not the agent: no reward, so that nobody learns from it.
-            status, error, reward = "error", str(e), None
-        finally:
-            if session:
-                error = await self._close(session, reward, status, traced) or error
-        seconds = time.monotonic() - started
-        return Rollout(id, group_id, task, session, reward, status, error, parts, seconds)
+            session = await self.gateway.open(traced=traced, metadata=metadata)
+            rollout = replace(rollout, session=session.id)
+            async with self._kept(session.id):
+                rollout = await self._scored(rollout, session)
+                if traced:
+                    await self.gateway.seal(session.id, reward=rollout.reward, status=rollout.status)
+                else:
+                    await self.gateway.delete(session.id)
+        except RolloutError as e:
+            rollout = _failed(rollout, e)
+        return replace(rollout, seconds=time.monotonic() - started)
 
-    async def _close(self, session: str, reward: float | None, status: str, traced: bool) -> str | None:
+    @asynccontextmanager
+    async def _kept(self, session: str) -> AsyncIterator[None]:
+        """Delete the session where the block is cancelled, or meets what ends the run: nobody will train on it."""
         try:
-            if traced:
-                await self.gateway.seal(session, reward=reward, status=status)
-            else:
+            yield
+        except RolloutError:
+            raise
+        except BaseException:
+            with suppress(RolloutError):
                 await self.gateway.delete(session)
-        except StenographError as e:
-            return str(e)
-        return None
+            raise
+
+    async def _scored(self, rollout: Rollout, session: SessionHandle) -> Rollout:
+        try:
+            async with self.agent.run(rollout.task, session) as outcome:
+                status, error = _status(outcome)
+                if status != "completed":
+                    return replace(rollout, reward=0.0, status=status, error=error)
+                judgement = await self.judge(rollout.task, outcome)
+        except RolloutError as e:
+            return _failed(rollout, e)
+        return replace(rollout, reward=judgement.reward, parts=dict(judgement.parts), status=status)
 
     def _change(self, by: int) -> None:
         self._running += by
         self.changed(self._running)
 
 
+def _failed(rollout: Rollout, error: RolloutError) -> Rollout:
+    told = f"{rollout.error}; {error}" if rollout.error else str(error)
+    return replace(rollout, reward=None, parts={}, status="error", error=told)
+
+
 def _status(outcome: Outcome) -> tuple[RolloutStatus, str | None]:
-    """What an agent's end means. A failed agent earns 0: it is the policy's doing, as far as anyone can tell."""
     tail = outcome.stderr.strip()[-STDERR_TAIL:]
     if outcome.exit_code is None:
         return "timeout", f"the agent was stopped after {outcome.seconds:.0f} s; {tail}"
