@@ -12,7 +12,12 @@ from stenograph.types import Ids, Logprobs
 
 
 def tiny_model(
-    tokenizer_size: int = 307, seed: int = 0, *, context_length: int = 512, initializer_range: float = 0.2
+    tokenizer_size: int = 307,
+    seed: int = 0,
+    *,
+    context_length: int = 512,
+    initializer_range: float = 0.2,
+    dtype: torch.dtype = torch.float32,
 ) -> LlamaForCausalLM:
     """Llama of 2 layers, hidden 64, grouped queries, tied embeddings; torch's global generator is left as it was.
 
@@ -31,7 +36,9 @@ def tiny_model(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
+        model = LlamaForCausalLM(config).eval()
+    torch.nn.Module.to(model, dtype)
+    return model
 
 
 class Weights:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from stenograph.training.batch import SIGNALS, num_trainable, sequence
-from support.tiny import make_sample
+from support.samples import make_sample
 
 PIECES = [("context", [1, 2]), ("output", [3, 4]), ("context", [5]), ("output", [6])]
 

@@ -12,9 +12,10 @@ from stenograph.training.batch import SIGNALS, TokenArrays, sequence
 from stenograph.training.forward import check_packable, target_logprobs
 from stenograph.training.packing import pack
 from stenograph.types import Sample
-from support.tiny import make_sample, random_groups, tiny_llama
+from support.models import tiny_model
+from support.samples import make_sample, random_groups
 
-MODEL = tiny_llama(dtype=torch.float64)
+MODEL = tiny_model(dtype=torch.float64)
 
 
 def reference_logprobs(model: LlamaForCausalLM, arrays: TokenArrays) -> torch.Tensor:
@@ -120,7 +121,7 @@ def test_a_long_sequence_has_a_pack_of_its_own() -> None:
 
 def test_gradients_equal_those_of_single_sequences() -> None:
     sequences = [sequence(s) for s in random_groups()]
-    model = tiny_llama(dtype=torch.float64)
+    model = tiny_model(dtype=torch.float64)
     expected = torch.zeros((), dtype=torch.float64)
     for arrays in sequences:
         expected = expected + reference_logprobs(model, arrays)[torch.from_numpy(arrays["loss_mask"])].square().sum()
@@ -162,7 +163,7 @@ def test_layers_with_a_window_are_refused() -> None:
 
 
 def test_the_attention_of_a_shared_module_is_put_back() -> None:
-    model = tiny_llama()
+    model = tiny_model()
     model.set_attn_implementation("eager")
     (p,) = pack([sequence(make_sample([("context", [1]), ("output", [2])]))], 10)
     target_logprobs(model, p)

@@ -15,13 +15,14 @@ from stenograph.config import AlgorithmConfig, Config, TrainingConfig
 from stenograph.errors import CheckpointError
 from stenograph.training.trainer import StepReport, Trainer
 from stenograph.types import Sample
-from support.tiny import VOCAB, make_sample, random_groups, tiny_llama
+from support.models import tiny_model
+from support.samples import VOCAB, make_sample, random_groups
 
 
 def trainer(seed: int = 0, *, dtype: torch.dtype = torch.float32, estimator: Any = "grpo", **training: Any) -> Trainer:
     values = {"lr": 1e-3, "device": "cpu", **training}
     config = Config(training=TrainingConfig(**values), algorithm=AlgorithmConfig(estimator=estimator))
-    return Trainer(tiny_llama(seed, dtype), config)
+    return Trainer(tiny_model(seed=seed, dtype=dtype), config)
 
 
 def weights_of(t: Trainer) -> dict[str, torch.Tensor]:
@@ -42,7 +43,7 @@ def numbers(report: StepReport) -> dict[str, float]:
 
 def reference_step(samples: list[Sample]) -> tuple[float, float]:
     """Loss and gradient norm of one on-policy step: float64, sample by sample, as the definitions read."""
-    model = tiny_llama(dtype=torch.float64)
+    model = tiny_model(dtype=torch.float64)
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     advantages = group_advantages(rewards, [str(s.group_id) for s in samples], kind="grpo")
     num_tokens = sum(int(s.loss_mask.sum()) for s in samples)

@@ -1,36 +1,14 @@
-"""A tiny Llama with random weights, and samples for it."""
+"""Samples made by hand and at random, for the tiny model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from stenograph.types import Sample, TurnSpan
 
-VOCAB = 307
-
-
-def tiny_llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """Two layers, hidden 64, grouped-query attention, tied embeddings; the global generator is left as it was."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        initializer_range=0.2,  # large enough for log-probabilities that differ
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    torch.nn.Module.to(model, dtype)
-    return model.eval()
+VOCAB = 307  # of support.models.tiny_model
 
 
 def make_sample(
