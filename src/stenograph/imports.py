@@ -24,7 +24,7 @@ def load_callable(name: str, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting}: write module:function or file.py:function, got {name!r}")
     try:
         module = _from_file(Path(module_name)) if module_name.endswith(".py") else _from_path(module_name)
-    except Exception as e:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as e:  # whatever the user's module does while it is imported
         raise ConfigError(f"{setting}: cannot import {module_name}: {type(e).__name__}: {e}") from e
     found = getattr(module, attribute, None)
     if found is None:
@@ -41,7 +41,7 @@ def _close(attribute: str, module: ModuleType) -> str:
 
 def _from_path(name: str) -> ModuleType:
     here = str(Path.cwd())
-    if here not in sys.path:
+    if sys.path[:1] != [here]:
         sys.path.insert(0, here)
     return importlib.import_module(name)
 
@@ -51,6 +51,8 @@ def _from_file(path: Path) -> ModuleType:
     name = f"stenograph_user_{path.stem}_{abs(hash(path)):x}"
     if name in sys.modules:
         return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # it may import the files beside it; last, so that they hide nothing
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")

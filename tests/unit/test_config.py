@@ -169,7 +169,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        Config().training.lr = 1.0  # type: ignore[misc]
+        Config().training.lr = 1.0
 
 
 # Paths
@@ -305,7 +305,7 @@ class Reads:
                 names = list(section.model_fields) if name == "model_dump" else [name]
                 self.found |= {(section.__name__, name) for name in names}
             case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.JoinedStr(values=parts)]):
-                pattern = "".join(re.escape(p.value) if isinstance(p, ast.Constant) else ".*" for p in parts)
+                pattern = "".join(re.escape(str(p.value)) if isinstance(p, ast.Constant) else ".*" for p in parts)
                 if (section := self._section(value)) is not None:
                     self.found |= {
                         (section.__name__, name) for name in section.model_fields if re.fullmatch(pattern, name)
