@@ -38,6 +38,7 @@ LINES: list[dict[str, Any]] = [
     {"when": "fault overflow", "fault": "overflow"},
     {"when": "fault garbage", "fault": "garbage"},
     {"when": "fault hang", "fault": "hang"},
+    {"when": "half a name", "text": '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call><|im_end|>'},
     {"when": "slowly", "content": "a slow answer", "fault": "pace:0.05"},
 ]
 FAULTS = {"cut": 502, "counts": 502, "error": 502, "refuse": 503, "overflow": 400, "garbage": 502}
@@ -189,16 +190,39 @@ def test_a_broken_stream_ends_without_its_end(server: Server, fault: str) -> Non
     assert not received.endswith(b"0\r\n\r\n")
 
 
-def post_raw(server: Server, session: Any, body: bytes) -> bytes:
+def post_raw(server: Server, session: Any, body: bytes, headers: str = "") -> bytes:
     host, port = server.url.removeprefix("http://").split(":")
     path = f"/s/{session['id']}/v1/chat/completions"
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session['api_key']}\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        head += f"{headers}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode("latin-1") + body)
         received = b""
         while data := connection.recv(65536):
             received += data
     return received
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_turn_that_no_json_carries_is_an_error_and_not_recorded(server: Server, traced: bool) -> None:
+    session = server.open(traced=traced)
+    body = json.dumps({"stream": True, "messages": [user("half a name")]}).encode()
+    received = post_raw(server, session, body)
+    assert b'{"error":' in received
+    assert b"[DONE]" not in received
+    assert received.count(b"HTTP/1.1") == 1
+    assert server.call("GET", f"/sessions/{session['id']}")["num_turns"] == 0
+
+
+def test_bytes_that_are_no_text_are_refused(server: Server) -> None:
+    session = server.open()
+    body = json.dumps({"messages": [user("say hello")]}).encode()
+    assert b" 401 " in post_raw(server, {**session, "api_key": "\xff"}, body)[:20]
+    assert b" 400 " in post_raw(server, session, body, "content-encoding: gzip\r\n")[:20]
+    unknown = {**session, "api_key": server.admin_key, "id": ".."}  # /s/../v1/...: the admin's own calls
+    received = post_raw(server, unknown, body, "x-session-id: steno_\xff\r\n")
+    assert b" 404 " in received[:20]
+    assert b'"type":"invalid_request_error"' in received
 
 
 def test_text_leaves_as_it_is_sampled(server: Server) -> None:
@@ -265,6 +289,23 @@ def test_keys_open_their_own_session_alone(server: Server) -> None:
     assert server.raw("POST", f"/s/{mine['id']}{path}", body)[0] == 200
     assert server.call("GET", f"/sessions/{mine['id']}")["num_turns"] == 2
     assert server.call("GET", f"/sessions/{other['id']}")["num_turns"] == 0
+
+
+def test_a_hint_chooses_a_session_for_the_admin_alone(server: Server) -> None:
+    mine, other = server.open(), server.open()
+    body = json.dumps({"messages": [user("say hello")], "session_id": other["id"]}).encode()
+    assert server.raw("POST", "/v1/chat/completions", body, mine["api_key"])[0] == 200
+    assert server.raw("POST", f"/s/{mine['id']}/v1/chat/completions", body)[0] == 200
+    assert server.call("GET", f"/sessions/{mine['id']}")["num_turns"] == 2
+    assert server.raw("POST", "/v1/chat/completions", body)[0] == 200
+    assert server.call("GET", f"/sessions/{other['id']}")["num_turns"] == 1
+
+
+def test_a_bad_session_is_told_what_is_wrong(server: Server) -> None:
+    deep = b'{"metadata": {"a": ' + b"[" * 500 + b"]" * 500 + b"}}"
+    for body, named in [(b'{"ttl_s": true}', "ttl_s"), (b'{"ttl_s": 1e999}', "JSON"), (deep, "metadata")]:
+        status, error = server.refused("POST", "/sessions", body)
+        assert (status, named in error["message"]) == (400, True)
 
 
 def test_untraced_calls_leave_no_record(server: Server) -> None:

@@ -124,6 +124,13 @@ def test_a_run_leaves_a_whole_record(project: Path) -> None:
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def test_one_request_at_a_time_repeats_to_the_bit(project: Path) -> None:
+    for run in ("a", "b"):
+        assert train(project, "rollouts.max_concurrent=1", run=run).returncode == 0
+    a, b = (load_file(project / run / "checkpoints/step-000002/actor/model.safetensors") for run in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_inspect_and_export_read_a_run_back(project: Path) -> None:
     assert train(project, "training.steps=1").returncode == 0
     run = project / "run"
