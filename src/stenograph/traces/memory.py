@@ -63,10 +63,9 @@ class MemoryTraceStore:
             held = self._held(session)
             if held.state == "sealed":
                 raise TraceError(f"session {session} is sealed; nothing can be recorded any more")
-            is_fork = parent is None and bool(held.tree.turns)
-            shared = held.tree.add(turn, parent)
-            if is_fork:
-                held.drift.append(_fork(turn, shared))
+            fork = held.tree.add(turn, parent)
+            if fork is not None:
+                held.drift.append(_fork(turn, parent, fork))
 
     def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
         with self._lock:
@@ -122,16 +121,16 @@ class MemoryTraceStore:
         return held
 
 
-def _fork(turn: Turn, shared: int) -> Drift:
+def _fork(turn: Turn, parent: str | None, token: int) -> Drift:
     return Drift(
         turn=turn.id,
-        parent_turn=None,
+        parent_turn=parent,
         message=None,
         role=None,
         field=None,
         before=None,
         after=None,
         char=None,
-        token=shared,
+        token=token,
         cause="unknown",
     )

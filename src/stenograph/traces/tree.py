@@ -67,25 +67,29 @@ class TraceTree:
             digest = _extend(digest, message)
         return known
 
-    def add(self, turn: Turn, parent: str | None) -> int:
+    def add(self, turn: Turn, parent: str | None) -> int | None:
         """Hang `turn` below `parent`'s output, or, with no parent, below the longest recorded prefix of its ids.
 
-        Returns how many of its context tokens were in the tree already.
+        Returns the position at which its context leaves what other turns were told: a fork. None where it is new at
+        the end of a branch, or all of it was told before: such a turn is a sibling.
         """
         if turn.id in self.turns:
             raise TraceError(f"turn {turn.id} is recorded already")
+        digest = _tools_digest(turn.tools) if parent is None else self._digests[parent]
+        for message in (*turn.messages, turn.reply.message()):
+            digest = _extend(digest, message)
+        # From here on nothing fails, so that a turn is in the tree whole or not at all.
         node, shared = self._descend(self._root if parent is None else self._nodes[parent], turn.context_ids)
+        fork = None
         if shared < len(turn.context_ids):
+            fork = node.end if node.children else None
             node = self._new_node(node, turn.context_ids[shared:])
         self._nodes[turn.id] = self._new_node(node, turn.output_ids, turn.id)
         self.turns[turn.id] = turn
         self.parents[turn.id] = parent
-        digest = _tools_digest(turn.tools) if parent is None else self._digests[parent]
-        for message in (*turn.messages, turn.reply.message()):
-            digest = _extend(digest, message)
         self._digests[turn.id] = digest
         self._after[digest] = turn.id  # of several equal replies, the one that a client heard last
-        return shared
+        return fork
 
     def path_ids(self, turn: str) -> Ids:
         """Ids of a turn's prompt and output, as the engine saw them."""

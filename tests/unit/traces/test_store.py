@@ -89,6 +89,17 @@ def test_a_fork_is_recorded_with_the_token_where_it_begins(store: TraceStore) ->
     assert (drift.turn, drift.token, drift.cause) == (fork.id, 2, "unknown")
 
 
+def test_a_fork_below_a_turn_names_it_and_a_sibling_is_none(store: TraceStore) -> None:
+    root = make_turn([1], [2])
+    store.commit("s", None, root)
+    store.commit("s", None, make_turn([1], [3]))
+    store.commit("s", root.id, make_turn([4, 5], [6]))
+    assert store.drift("s") == []
+    store.commit("s", root.id, make_turn([4, 7], [6]))
+    (drift,) = store.drift("s")
+    assert (drift.parent_turn, drift.token) == (root.id, 3)
+
+
 def test_a_sealed_session_takes_nothing_and_a_failed_commit_leaves_nothing(store: TraceStore) -> None:
     turn = make_turn([1], [2])
     store.commit("s", None, turn)

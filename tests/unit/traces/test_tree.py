@@ -39,7 +39,7 @@ def test_the_deepest_turn_is_matched_and_a_repeat_is_a_sibling() -> None:
     assert repeat is not None
     assert (deepest.turn, repeat.turn) == (second.id, first.id)
     sibling = make_turn([3], [5], asked=[user("c")], said="x")
-    assert tree.add(sibling, repeat.turn) == 1  # the context is shared
+    assert tree.add(sibling, repeat.turn) is None  # the context is shared: no fork
     assert len(list(tree.nodes())) == 5
     assert tree.leaves() == [second.id, sibling.id]
 
@@ -82,10 +82,26 @@ def test_a_fork_cuts_context_and_never_an_output() -> None:
     inside_output = make_turn([1, 2, 3, 4, 5, 8], [7], asked=[user("y")])
     assert tree.add(inside_output, None) == 3
     through_output = make_turn([1, 2, 3, 4, 5, 6, 8], [7], asked=[user("z")])
-    assert tree.add(through_output, None) == 6
+    assert tree.add(through_output, None) is None  # it goes on where a branch ends
     for turn in (inside_output, through_output):
         assert tree.path_ids(turn.id).tolist() == [*turn.context_ids, *turn.output_ids]
     assert tree.path_ids(first.id).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_was_asked_otherwise_below_a_turn_is_a_fork_too() -> None:
+    tree = TraceTree()
+    first = make_turn([1, 2], [3], asked=[user("a")], said="b")
+    tree.add(first, None)
+    assert tree.add(make_turn([4, 5], [6], asked=[user("c")]), first.id) is None
+    assert tree.add(make_turn([4, 7], [8], asked=[user("d")]), first.id) == 4
+    assert tree.add(make_turn([9], [8], asked=[user("e")]), first.id) == 3
+
+
+def test_a_turn_that_cannot_be_told_leaves_nothing() -> None:
+    tree = TraceTree()
+    with pytest.raises(TypeError):
+        tree.add(make_turn([1], [2], asked=[user("a")], said="\ud800"), None)  # no JSON carries half a character
+    assert (list(tree.nodes()), tree.turns, tree.leaves()) == ([], {}, [])
 
 
 def test_a_turn_is_recorded_once() -> None:
