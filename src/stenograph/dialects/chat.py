@@ -97,7 +97,10 @@ def _invalid(path: str, what: str) -> RequestError:
 
 
 def _shown(value: Any) -> str:
-    text = orjson.dumps(value).decode()
+    try:
+        text = orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # it reads a thousand levels and writes a quarter of that
+        return "something nested too deeply"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -137,14 +140,20 @@ def _tools(fields: _Fields) -> list[Tool]:
     tools = []
     for i, raw in enumerate(fields.get("tools", list, "a list") or []):
         path = f"tools[{i}]"
-        function = _Fields(_typed(raw, dict, path, "an object").get("function") or {}, f"{path}.function.")
+        tool = _Fields(_typed(raw, dict, path, "an object"), path + ".")
+        function = _Fields(tool.get("function", dict, "an object") or {}, f"{path}.function.")
         if raw.get("type", "function") != "function":
             raise _invalid(f"{path}.type", f'must be "function", got {_shown(raw["type"])}')
         name = function.get("name", str, "a text")
         if not name:
             raise _invalid(f"{path}.function.name", "is missing")
         description = function.get("description", str, "a text") or ""
-        tools.append(Tool(name, description, function.get("parameters", dict, "a JSON schema") or {}))
+        parameters = function.get("parameters", dict, "a JSON schema") or {}
+        try:
+            orjson.dumps(parameters)
+        except orjson.JSONEncodeError as e:
+            raise _invalid(f"{path}.function.parameters", "must be a JSON schema, this is nested too deeply") from e
+        tools.append(Tool(name, description, parameters))
     return tools
 
 
@@ -258,10 +267,15 @@ class ChatReply:
         tokens = [self.decode(turn.output_ids[i : i + 1]) for i in range(len(turn.output_ids))]
         return {
             "content": [
-                {"token": token, "logprob": float(logprob), "bytes": list(token.encode()), "top_logprobs": []}
+                {"token": token, "logprob": float(logprob), "bytes": _bytes(token), "top_logprobs": []}
                 for token, logprob in zip(tokens, turn.rollout_logprobs, strict=True)
             ]
         }
+
+
+def _bytes(token: str) -> list[int] | None:
+    """The bytes of a token; None where it ends inside a character, so that its text does not tell them."""
+    return None if "\ufffd" in token else list(token.encode())
 
 
 def _event(payload: dict[str, Any]) -> bytes:
@@ -297,7 +311,8 @@ def _usage(turn: Turn, num_prompt: int) -> dict[str, int]:
 
 def error(exception: Exception) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of an error in this protocol's shape."""
-    status, kind, code, message = _classify(exception)
+    status, kind, code, told = _classify(exception)
+    message = told.encode(errors="backslashreplace").decode()  # it may quote bytes that are no text
     headers = {"content-type": "application/json"}
     if isinstance(exception, EngineError) and exception.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(exception.retry_after_s))

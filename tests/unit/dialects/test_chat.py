@@ -1,0 +1,91 @@
+"""Whatever JSON comes in, the answer is a record or a RequestError that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stenograph.dialects import chat
+from stenograph.errors import RequestError
+from support.turns import make_turn
+
+WORDS = (
+    "type",
+    "text",
+    "function",
+    "name",
+    "arguments",
+    "parameters",
+    "tool_calls",
+    "id",
+    "role",
+    "content",
+    "refusal",
+)
+FIELDS = ("tool_choice", "stop", "n", "temperature", "top_k", "top_p", "max_tokens", "max_completion_tokens", "seed")
+FIELDS += ("stream", "stream_options", "response_format", "logprobs", "top_logprobs", "session_id", "model")
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from(WORDS)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def objects(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+FUNCTIONS = objects(name=VALUES, arguments=VALUES, parameters=VALUES, description=VALUES) | VALUES
+TOOLS = st.lists(objects(id=VALUES, type=st.just("function") | VALUES, function=FUNCTIONS), max_size=2) | VALUES
+ROLES = st.sampled_from(["system", "user", "assistant", "tool"]) | VALUES
+MESSAGES = st.lists(
+    objects(role=ROLES, content=VALUES, tool_calls=TOOLS, name=VALUES, reasoning=VALUES, tool_call_id=VALUES),
+    max_size=2,
+)
+BODIES = objects(messages=st.just([{"role": "user"}]) | MESSAGES | VALUES, tools=TOOLS, **dict.fromkeys(FIELDS, VALUES))
+
+
+@given(BODIES | VALUES)
+@settings(max_examples=400, deadline=None)
+def test_any_json_is_read_or_refused(body: Any) -> None:
+    try:
+        chat.parse_request(json.dumps(body).encode())
+    except RequestError as e:
+        json.loads(chat.error(e)[2])
+
+
+DEEP = "[" * 500 + "]" * 500
+REFUSED = {
+    "function": '"tools": [{"type": "function", "function": "f"}]',
+    "function.parameters": f'"tools": [{{"function": {{"name": "f", "parameters": {{"a": {DEEP}}}}}}}]',
+    "stop": f'"stop": {DEEP}',
+    "temperature": '"temperature": 1e400',
+    "top_p": '"top_p": NaN',
+    "seed": '"seed": ' + "9" * 400,
+    "surrogate": '"model": "\\ud800"',
+    "depth": f'"metadata": {"[" * 5000}{"]" * 5000}',
+}
+
+
+@pytest.mark.parametrize("field", REFUSED.values(), ids=REFUSED)
+def test_what_no_record_can_hold_is_refused(field: str) -> None:
+    with pytest.raises(RequestError):
+        chat.parse_request(b'{"messages": [{"role": "user", "content": "x"}], %s}' % field.encode())
+
+
+def test_a_token_that_ends_inside_a_character_claims_no_bytes() -> None:
+    request = chat.parse_request(b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true}')
+    texts = {1: "a", 2: "\ufffd"}
+    reply = chat.ChatReply("id", 0, request, lambda ids: texts[int(ids[0])])
+    choice = json.loads(reply.whole(make_turn([0], [1, 2]), 1))["choices"][0]
+    assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[97], None]
+
+
+def test_an_error_that_quotes_no_text_is_still_json() -> None:
+    body = chat.error(RequestError("unknown session \udcff"))[2]
+    assert json.loads(body)["error"]["message"] == "unknown session \\udcff"
