@@ -43,10 +43,14 @@ class SessionRoutes:
         traced, ttl_s, metadata = body.get("traced", True), body.get("ttl_s"), body.get("metadata", {})
         if not isinstance(traced, bool):
             raise RequestError(f"traced: must be true or false, got {traced!r}")
-        if ttl_s is not None and not (isinstance(ttl_s, int | float) and ttl_s > 0):
+        if ttl_s is not None and not (_is_number(ttl_s) and ttl_s > 0):
             raise RequestError(f"ttl_s: must be a positive number of seconds, got {ttl_s!r}")
         if not isinstance(metadata, dict):
             raise RequestError(f"metadata: must be an object, got {metadata!r}")
+        try:
+            orjson.dumps(metadata)
+        except orjson.JSONEncodeError as e:
+            raise RequestError("metadata: nested too deeply; flatten it") from e
         session = self._sessions.open(traced=traced, ttl_s=ttl_s, metadata=metadata)
         opened = {"id": session.id, "api_key": session.api_key, "base_url": f"{self.public_url}/s/{session.id}"}
         return _json(opened, status=201)
@@ -62,7 +66,7 @@ class SessionRoutes:
 
     async def _seal(self, session: Session, body: dict[str, Any]) -> web.Response:
         reward, status = body.get("reward"), body.get("status")
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        if reward is not None and not _is_number(reward):
             raise RequestError(f"reward: must be a number, got {reward!r}")
         if status is not None and not isinstance(status, str):
             raise RequestError(f"status: must be a text, got {status!r}")
@@ -99,6 +103,10 @@ def _ledger(store: TraceStore, session: str, with_ids: bool) -> object:
 
 
 _READ = {"tree": _tree, "samples": _samples, "drift": _drift, "ledger": _ledger}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -69,6 +70,8 @@ class ChatRoute:
                 await stream.write_eof()
         except ConnectionError:
             log.debug("a client went away; its turn is finished and recorded all the same")
+        except Exception as e:
+            await _break_off(request, stream, e)
         return stream
 
 
@@ -84,6 +87,7 @@ async def _break_off(request: web.Request, stream: web.StreamResponse, e: Except
     """Say the error and close without the protocol's end or HTTP's: nobody may take this for an answer."""
     if not isinstance(e, StenographError):
         log.error("bug while streaming", exc_info=e)
-    await stream.write(chat.error_event(e))
+    with suppress(ConnectionError):
+        await stream.write(chat.error_event(e))
     if request.transport is not None:
         request.transport.close()

@@ -96,6 +96,8 @@ class Gateway:
             if is_admin_address:
                 return await self._admin.handle(request, target.path, _key(request))
             return await self._route(request, target)
+        except (web.RequestPayloadError, ConnectionError) as e:
+            return self._error(RequestError(f"the body cannot be read: {e}"), is_admin_address)
         except (StenographError, web.HTTPException) as e:
             if isinstance(e, web.HTTPException) and e.status != 413:
                 raise
@@ -111,11 +113,12 @@ class Gateway:
             return _json({"status": "ok"})
         if method == "HEAD" and path in ("/", "/api/hello"):
             return web.Response()
-        session = self.sessions.authorise(_key(request), target.session or _hint(request))
+        session = self.sessions.authorise(_key(request), target.session)
         if paths.is_generation(method, path):
             asked = chat.parse_request(await request.read())
-            if asked.session is not None and asked.session != session.id:
-                session = self.sessions.authorise(_key(request), asked.session)
+            hint = _hint(request) or asked.session
+            if hint is not None and session is self.sessions.untraced:  # any other key or path has chosen already
+                session = self.sessions.find(hint)
             return await self._chat.answer(request, session, asked)
         if path == "/v1/models" and method == "GET":
             model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "stenograph"}
