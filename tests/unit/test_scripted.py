@@ -56,6 +56,12 @@ async def test_text_is_given_as_it_is_and_length_cuts(tmp_path: Path) -> None:
     assert await said(script, max_tokens=3) == "abc"
 
 
+async def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    path = tmp_path / "script.jsonl"
+    path.write_text('{"content": "a\u2028b"}\n', encoding="utf-8")
+    assert await said(ScriptedEngine(load_script(path, RENDERING))) == "a\u2028b"
+
+
 BAD_LINES = [
     ("{", "not JSON"),
     ("[]", "not an object"),
@@ -63,7 +69,13 @@ BAD_LINES = [
     ('{"fault": "explode"}', "explode"),
     ('{"fault": "slow:x"}', "slow:x"),
     ('{"finish_reason": "bored"}', "bored"),
+    ('{"fault": "slow:inf"}', "slow:inf"),
     ('{"tool_calls": [{"nam": "f"}]}', "tool_calls"),
+    ('{"tool_calls": [{"name": 3, "arguments": {}}]}', "every name"),
+    ('{"content": 3}', "content must be"),
+    ('{"reasoning": ["x"]}', "reasoning must be"),
+    ('{"text": 3}', "text must be"),
+    ('{"when": 3}', "when must be"),
     ("", "empty"),
 ]
 

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from stenograph.engines.base import Capabilities, Chunk, Generate, PauseMode, WeightSource
-from stenograph.errors import ConfigError, ContextOverflow, EngineError, EngineUnavailable
+from stenograph.errors import ConfigError, ContextOverflow, EngineError, EngineUnavailable, boundary
 from stenograph.rendering.base import Rendering
 from stenograph.types import FinishReason, Ids, Logprobs, Reply, ToolCall
 
@@ -35,10 +35,10 @@ class Line:
 def load_script(path: Path, rendering: Rendering) -> list[Line]:
     """Read a JSONL script. Raises ConfigError naming the line."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"engine.script: cannot read {path}: {e}; give a JSONL file") from e
-    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"engine.script: {path} is empty; write one assistant turn a line")
     return [_read_line(line, f"{path}:{n}", rendering) for n, line in lines]
@@ -148,7 +148,7 @@ class ScriptedEngine:
                 finish_reason if last else None,
             )
         if len(ids) == 0:
-            yield Chunk(ids, logprobs, self._version, finish_reason)
+            yield Chunk(ids, logprobs, self._version, "abort" if self._aborted.is_set() else finish_reason)
 
     async def _fail_early(self, fault: str, request: Generate) -> None:
         match fault:
@@ -185,7 +185,10 @@ def _read_line(text: str, where: str, rendering: Rendering) -> Line:
     finish_reason = raw.get("finish_reason", "stop")
     if finish_reason not in ("stop", "length"):
         raise ConfigError(f'{where}: finish_reason must be "stop" or "length", got {finish_reason!r}')
-    ids = rendering.encode_text(raw["text"]) if "text" in raw else rendering.encode_reply(_reply(raw, where))
+    for name in ("content", "reasoning", "text", "when"):
+        if not isinstance(raw.get(name) or "", str):
+            raise ConfigError(f"{where}: {name} must be a text, got {raw[name]!r}")
+    ids = rendering.encode_text(raw["text"]) if raw.get("text") is not None else _encode(raw, where, rendering)
     if finish_reason == "length" and len(ids) and int(ids[-1]) in rendering.stop_token_ids:
         ids = ids[:-1]
     return Line(ids, finish_reason, fault, raw.get("when"), bool(raw.get("once", False)))
@@ -196,23 +199,21 @@ def _is_fault(fault: str) -> bool:
     if not colon:
         return fault in _FAULTS
     try:
-        return name + ":" in _FAULTS and float(seconds) >= 0
+        return name + ":" in _FAULTS and 0 <= float(seconds) < float("inf")
     except ValueError:
         return False
 
 
-def _reply(raw: dict[str, Any], where: str) -> Reply:
+def _encode(raw: dict[str, Any], where: str, rendering: Rendering) -> Ids:
     try:
-        calls = tuple(
-            ToolCall(
-                "", call["name"], arguments if isinstance(arguments := call["arguments"], str) else _dumps(arguments)
-            )
-            for call in raw.get("tool_calls") or ()
-        )
+        calls = tuple(ToolCall("", call["name"], _spelled(call["arguments"])) for call in raw.get("tool_calls") or ())
     except (KeyError, TypeError) as e:
         raise ConfigError(f'{where}: tool_calls must be a list of {{"name", "arguments"}}: {e}') from e
-    return Reply(raw.get("content") or "", raw.get("reasoning") or "", calls)
+    if not all(isinstance(call.name, str) for call in calls):
+        raise ConfigError(f"{where}: tool_calls: every name must be a text")
+    with boundary(ConfigError, f"write {where} as a turn of the model"):
+        return rendering.encode_reply(Reply(raw.get("content") or "", raw.get("reasoning") or "", calls))
 
 
-def _dumps(arguments: Any) -> str:
-    return orjson.dumps(arguments).decode()
+def _spelled(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
