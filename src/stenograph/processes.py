@@ -54,7 +54,7 @@ async def run_process(
     Raises OSError where it cannot be started.
     """
     async with _pipe(max_output_bytes) as (stdout, out_end), _pipe(max_output_bytes) as (stderr, err_end):
-        with _closing(out_end), _closing(err_end), _file(stdin) as in_end:
+        with out_end, err_end, _file(stdin) as in_end:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 cwd=cwd,
@@ -126,23 +126,16 @@ class _Tail(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def _pipe(limit: int) -> AsyncIterator[tuple[_Tail, int]]:
-    """A pipe that is read here; its other end is the caller's to close."""
+async def _pipe(limit: int) -> AsyncIterator[tuple[_Tail, IO[bytes]]]:
+    """A pipe that is read here, and the end that a child writes to: ours must close before the child's can end it."""
     read_end, write_end = os.pipe()
-    loop = asyncio.get_running_loop()
-    transport, tail = await loop.connect_read_pipe(lambda: _Tail(limit), os.fdopen(read_end, "rb", buffering=0))
-    try:
-        yield tail, write_end
-    finally:
-        transport.close()
-
-
-@contextmanager
-def _closing(descriptor: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+    with os.fdopen(write_end, "wb", buffering=0) as writing:
+        loop = asyncio.get_running_loop()
+        transport, tail = await loop.connect_read_pipe(lambda: _Tail(limit), os.fdopen(read_end, "rb", buffering=0))
+        try:
+            yield tail, writing
+        finally:
+            transport.close()
 
 
 @contextmanager
