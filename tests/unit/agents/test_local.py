@@ -126,6 +126,12 @@ async def test_a_timeout_ends_the_agent_and_what_it_started(tmp_path: Path) -> N
     assert await gone(int(await written(tmp_path / "pid")))
 
 
+async def test_an_agent_is_asked_to_end_before_it_is_made_to() -> None:
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('last words'))); "
+    outcome = await run(code + "print('begun', flush=True); time.sleep(60)", timeout_s=2.0)
+    assert (outcome.exit_code, outcome.stdout) == (None, "begun\nlast words\n")
+
+
 async def test_an_agent_that_will_not_end_is_killed(tmp_path: Path) -> None:
     code = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     code += "open(sys.argv[1], 'w').write(str(os.getpid()) + '\\n'); time.sleep(60)"

@@ -103,6 +103,21 @@ async def test_a_dataset_scores_its_own_tasks() -> None:
         await reward("42", kind="dataset")
 
 
+async def test_a_dataset_scores_by_the_settings_that_made_the_task() -> None:
+    """This one allows an error of one unit in the last decimal place that its settings ask for."""
+    pytest.importorskip("reasoning_gym")
+    config = TasksConfig(
+        dataset="decimal_arithmetic", params={"min_num_decimal_places": 1, "max_num_decimal_places": 1}, size=1
+    )
+    (coarse,), (fine,) = load_tasks(config), load_tasks(config.model_copy(update={"params": {}}))
+
+    def near(task: Task) -> str:
+        return str(float(task.answer or "") + 0.09)
+
+    assert await reward(near(coarse), coarse, kind="dataset") == 1.0
+    assert await reward(near(fine), fine, kind="dataset") == 0.0
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
