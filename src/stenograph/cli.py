@@ -78,7 +78,8 @@ def train(
         loop = _run(train(settings, lambda: RunDir.create(folder, settings), progress, progress.running))
     summary = loop.summary("completed", None)
     closing(progress.console, summary, str(folder))
-    _say({"run": str(folder), **summary})
+    if not sys.stdout.isatty():  # a person has just been told
+        _say({"run": str(folder), **summary})
 
 
 @app.command()

@@ -25,7 +25,7 @@ def overview(run: Path) -> tuple[dict[str, Any], RenderableType]:
     rollouts = read_rows(run, "rollouts.jsonl")
     summary = _read_json(run / "summary.json")
     data = {"summary": summary, "steps": steps, "num_rollouts": len(rollouts)}
-    table = Table("step", "reward", "rollouts", "tokens", "loss", "grad norm", "|Δ logprob| p99", "seconds")
+    table = Table("step", "reward", "rollouts", "tokens", "loss", "grad norm", "Δlogp p99", "seconds")
     for row in steps:
         names = ("step", "reward_mean", "num_rollouts", "num_tokens", "loss", "grad_norm", "logprob_difference_p99")
         table.add_row(*(_shown(row.get(name)) for name in names), _shown(row.get("seconds")))
@@ -131,4 +131,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -23,7 +23,7 @@ class Progress:
         self._phase_started = self._started
         self._running = 0
         self._rows: list[dict[str, Any]] = []
-        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal:

@@ -225,7 +225,7 @@ def test_rollouts_may_run_ahead_of_the_trainer_on_a_copy_of_the_weights(project:
     by_group: dict[str, set[int]] = {}
     for row in samples:
         by_group.setdefault(row["group_id"][:11], set()).update(version for version in row["versions"] if version >= 0)
-    assert min(by_group["step-000001"]) == 0  # begun before the first step had been taken
+    assert min(by_group["step-000002"]) == 0  # begun before the first step had been taken
     assert json.loads(done.stdout)["ledger"]["in_flight"] == 0
 
 

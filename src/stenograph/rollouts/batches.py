@@ -38,7 +38,7 @@ async def batches(
         begun(step)
         chosen = tasks_for_step(tasks, step, config.num_groups, seed=order.seed, shuffle=order.shuffle)
         pairs = [
-            (task, f"step-{step:06d}-group-{n}") for n, task in enumerate(chosen) for _ in range(config.group_size)
+            (task, f"step-{step + 1:06d}-group-{n}") for n, task in enumerate(chosen) for _ in range(config.group_size)
         ]
         return Batch(step, tuple(await attempts.run_all(pairs)))
 
