@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Coroutine
@@ -19,7 +18,7 @@ from typer.exceptions import TyperException
 from stenograph import inspecting
 from stenograph.config import load_config
 from stenograph.errors import ConfigError, StenographError, boundary
-from stenograph.rundir import RunDir, read_rows
+from stenograph.rundir import RunDir, read_lines
 
 if TYPE_CHECKING:
     from stenograph.gateway.server import Gateway
@@ -107,7 +106,7 @@ def inspect(
     if as_json:
         _say(data)
     else:
-        Console().print(shown)
+        Console(markup=False).print(shown)  # what a run holds is text, brackets included
 
 
 @app.command()
@@ -119,9 +118,9 @@ def export(
     """Write a run's samples, one branch a row."""
     if format != "jsonl":
         raise ConfigError(f"--format {format}: write jsonl")
-    read_rows(run, "sessions.jsonl")  # refuses what is no run
+    lines = read_lines(run, "sessions.jsonl")
     with boundary(StenographError, f"write {output}"):
-        shutil.copyfile(run / "sessions.jsonl", output)
+        output.write_bytes(b"".join(line + b"\n" for line in lines))
 
 
 def _decoder(run: Path) -> inspecting.Decode:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from stenograph.errors import ConfigError
+from stenograph.errors import ConfigError, boundary
 from stenograph.rundir import read_rows
 
 Decode = Callable[[list[int]], str]
@@ -127,7 +127,8 @@ def _turn_line(row: dict[str, Any], span: dict[str, Any], number: int) -> Text:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return orjson.loads(path.read_bytes()) if path.exists() else {}
+    with boundary(ConfigError, f"read {path}"):
+        return orjson.loads(path.read_bytes()) if path.exists() else {}
 
 
 def _shown(value: Any) -> str:

@@ -62,7 +62,13 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_N
 
 
 def read_rows(run: Path, name: str) -> list[dict[str, Any]]:
-    """Rows of a run's JSONL file; a last line that a crash cut short is left out.
+    """Rows of a run's JSONL file. Raises ConfigError as `read_lines` does, and for a line that is no JSON."""
+    with boundary(ConfigError, f"read {run / name}"):
+        return [orjson.loads(line) for line in read_lines(run, name)]
+
+
+def read_lines(run: Path, name: str) -> list[bytes]:
+    """Lines of a run's JSONL file as they stand there; a last one that a crash cut short is left out.
 
     Raises ConfigError where `run` is not a run's folder.
     """
@@ -71,5 +77,4 @@ def read_rows(run: Path, name: str) -> list[dict[str, Any]]:
         raise ConfigError(f"{run} is not a folder; give the folder of a run")
     if not path.exists():
         raise ConfigError(f"{run} holds no {name}; is it the folder of a run that has finished a step?")
-    lines = path.read_bytes().split(b"\n")
-    return [orjson.loads(line) for line in lines[:-1] if line]
+    return [line for line in path.read_bytes().split(b"\n")[:-1] if line]
