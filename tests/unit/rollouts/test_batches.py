@@ -44,7 +44,7 @@ async def test_a_batch_holds_its_steps_groups() -> None:
     assert [batch.step for batch in made] == [4, 5]
     for batch in made:
         chosen = tasks_for_step(TASKS, batch.step, 2, seed=3, shuffle=True)
-        expected = [(task, f"step-{batch.step:06d}-group-{n}") for n, task in enumerate(chosen) for _ in range(3)]
+        expected = [(task, f"step-{batch.step + 1:06d}-group-{n}") for n, task in enumerate(chosen) for _ in range(3)]
         assert [(rollout.task, rollout.group_id) for rollout in batch.rollouts] == expected
 
 
