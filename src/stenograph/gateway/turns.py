@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stenograph.config import SamplingConfig
-from stenograph.engines.base import Capabilities, Chunk, Engine, Generate
+from stenograph.engines.base import Chunk, Engine, Generate
 from stenograph.errors import EngineError, EngineUnavailable, TraceError, boundary
 from stenograph.gateway.sampling import resolve
 from stenograph.gateway.sessions import Session
@@ -94,13 +94,6 @@ class Turns:
             with boundary(TraceError, "record the turn"):
                 self._store.commit(session.id, prepared.parent, turn)
         return Committed(turn, len(prepared.prompt_ids))
-
-    def count(self, conversation: Conversation) -> int:
-        return len(self.rendering.render(conversation))
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._engine.capabilities
 
     def _prepare(self, session: Session, conversation: Conversation, asked: Mapping[str, Any]) -> _Prepared:
         """Continue the deepest recorded turn where its ids can be kept, else render from the start: a fork."""
