@@ -14,6 +14,7 @@ from stenograph.types import Conversation, Ids, Message, Reply, Role, Tool, Tool
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+_MAX_INTEGER = 2**31 - 1  # what every engine's tensors hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,8 @@ class _Fields:
 
     def integer(self, name: str, low: int) -> int | None:
         value = self.get(name, int, "an integer")
-        if value is not None and value < low:
-            raise _invalid(self.path + name, f"must be at least {low}, got {value}")
+        if value is not None and not low <= value <= _MAX_INTEGER:
+            raise _invalid(self.path + name, f"must be between {low} and {_MAX_INTEGER}, got {value}")
         return value
 
 

@@ -66,6 +66,7 @@ REFUSED = {
     "stop": f'"stop": {DEEP}',
     "temperature": '"temperature": 1e400',
     "top_p": '"top_p": NaN',
+    "top_k": '"top_k": 18446744073709551615',
     "seed": '"seed": ' + "9" * 400,
     "surrogate": '"model": "\\ud800"',
     "depth": f'"metadata": {"[" * 5000}{"]" * 5000}',
