@@ -1,21 +1,28 @@
-"""Callables named in the config: `module:function`, or `file.py:function`."""
+"""Callables named in the config: found when a run starts, and kept from ending anything but themselves."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from stenograph.errors import ConfigError
 
+T = TypeVar("T")
+
+
+class TookTooLong(Exception):
+    """Our deadline passed; a TimeoutError is the callable's own."""
+
 
 def load_callable(name: str, setting: str) -> Callable[..., Any]:
-    """Import what `name` says; modules are looked up in the current folder first.
+    """Import `module:function` or `file.py:function`; modules are looked up in the current folder first.
 
     Raises ConfigError naming `setting`.
     """
@@ -32,6 +39,31 @@ def load_callable(name: str, setting: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{setting}: {name} is a {type(found).__name__}, not a function")
     return found
+
+
+async def finish(work: Awaitable[T], timeout_s: float) -> T:
+    """Await what a callable returned. Our deadline and our cancellation hold, whatever it makes of them.
+
+    It has a task of its own, so that nothing it raises passes for either. Raises TookTooLong, or what it raised:
+    a RuntimeError in place of a SystemExit or a CancelledError, which would end more than this call.
+    """
+    task = asyncio.create_task(_contained(work))
+    try:
+        await asyncio.wait([task], timeout=timeout_s)
+        late = not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    if late:
+        raise TookTooLong(f"took longer than {timeout_s:g} s") from task.exception()
+    return task.result()
+
+
+async def _contained(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except (SystemExit, asyncio.CancelledError) as e:
+        raise RuntimeError(f"it raised {e!r}") from e
 
 
 def _close(attribute: str, module: ModuleType) -> str:

@@ -72,5 +72,5 @@ def _answer(path: Path, stdout: str, limit: int) -> str | None:
     if path.is_file():
         with path.open("rb") as file:
             return file.read(limit).decode(errors="replace")
-    lines = [line for line in stdout.splitlines() if line.strip()]
+    lines = [line for line in stdout.split("\n") if line.strip()]  # str.splitlines cuts at U+2028 and others too
     return lines[-1].strip() if lines else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
 import traceback
@@ -16,6 +15,7 @@ import orjson
 
 from stenograph.agents.base import SessionHandle
 from stenograph.errors import AgentError, boundary
+from stenograph.imports import TookTooLong, finish
 from stenograph.types import Outcome, Task
 
 Solve = Callable[[Task, SessionHandle], Awaitable[str | None]]
@@ -68,15 +68,12 @@ async def _outcome(solve: Solve, task: Task, session: SessionHandle, timeout_s: 
     answer: str | None = None
     exit_code: int | None = 0
     stderr = ""
-    # Only the deadline's own expiry counts as the timeout: the agent may raise a TimeoutError of its own.
-    deadline = asyncio.timeout(timeout_s)
     try:
-        async with deadline:
-            answer = _text(await solve(task, session))
+        answer = _text(await finish(solve(task, session), timeout_s))
     except AgentError:
         raise
-    except Exception:
-        exit_code = None if deadline.expired() else 1
+    except Exception as e:
+        exit_code = None if isinstance(e, TookTooLong) else 1
         stderr = traceback.format_exc()
     seconds = time.monotonic() - started
     with boundary(AgentError, "make a folder for the outcome"):

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from stenograph.config import JudgeConfig
 from stenograph.errors import ConfigError, JudgeError, boundary
-from stenograph.imports import load_callable
+from stenograph.imports import TookTooLong, finish, load_callable
 from stenograph.judges import scores
 from stenograph.processes import resolve_command, run_process
 from stenograph.types import Judgement, Outcome, Task
@@ -65,23 +65,23 @@ def _from_function(function: Callable[[Task, Outcome], Any], name: str, timeout_
     """One that is not async gets a thread, so that it cannot hold up the others."""
 
     async def judge(task: Task, outcome: Outcome) -> Judgement:
-        # Only the deadline's own expiry counts as the timeout: the judge may raise a TimeoutError of its own.
-        deadline = asyncio.timeout(timeout_s)
         try:
-            async with deadline:
-                is_async = inspect.iscoroutinefunction(function)
-                answer = function(task, outcome) if is_async else await _in_thread(function, task, outcome)
-                if inspect.isawaitable(answer):
-                    answer = await answer
+            answer = await finish(_answer(function, task, outcome), timeout_s)
         except JudgeError:
             raise
+        except TookTooLong as e:
+            raise _too_long(name, timeout_s) from e
         except Exception as e:
-            if deadline.expired():
-                raise _too_long(name, timeout_s) from e
             raise JudgeError(f"judge {name} raised {type(e).__name__} on task {task.id}: {e}") from e
         return _checked(answer, name)
 
     return judge
+
+
+async def _answer(function: Callable[[Task, Outcome], Any], task: Task, outcome: Outcome) -> Any:
+    is_async = inspect.iscoroutinefunction(function)
+    answer = function(task, outcome) if is_async else await _in_thread(function, task, outcome)
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 async def _in_thread(function: Callable[[Task, Outcome], Any], task: Task, outcome: Outcome) -> Any:
@@ -135,7 +135,7 @@ def _from_command(config: JudgeConfig) -> Judge:
 
 
 def _last_line(stdout: str, name: str) -> Judgement:
-    lines = [line for line in stdout.splitlines() if line.strip()]
+    lines = [line for line in stdout.split("\n") if line.strip()]  # JSON may hold U+2028, where str.splitlines cuts
     try:
         answer = orjson.loads(lines[-1])
         if isinstance(answer, dict):
