@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -29,8 +30,11 @@ def load_tasks(config: TasksConfig, section: str = "tasks") -> list[Task]:
         tasks = _from_callable(config.callable, config, section)
     else:
         raise ConfigError(f"[{section}] names no source; set dataset, path or callable")
+    source = config.dataset or config.path or config.callable
     if not tasks:
-        raise ConfigError(f"[{section}] is empty: {config.dataset or config.path or config.callable} holds no tasks")
+        raise ConfigError(f"[{section}] is empty: {source} holds no tasks")
+    if twice := [id for id, count in Counter(task.id for task in tasks).items() if count > 1]:
+        raise ConfigError(f"[{section}]: {source} has more than one task with the id {twice[0]!r}; results go by id")
     return tasks
 
 
@@ -77,7 +81,12 @@ def _from_callable(name: str, config: TasksConfig, section: str) -> list[Task]:
     make = load_callable(name, f"{section}.callable")
     with boundary(ConfigError, f"make tasks with {name}"):
         made = list(islice(make(seed=config.seed, size=config.size, **config.params), config.size))
-    return [task if isinstance(task, Task) else _task(task, f"{name}[{i}]") for i, task in enumerate(made)]
+    return [_task(_fields(task), f"{name}[{i}]") for i, task in enumerate(made)]
+
+
+def _fields(task: Any) -> Any:
+    """A callable may make Tasks; they are checked like what a file says."""
+    return {name: getattr(task, name) for name in _FIELDS} if isinstance(task, Task) else task
 
 
 def _task(raw: Any, where: str) -> Task:

@@ -15,6 +15,6 @@ def tasks_for_step(tasks: Sequence[Task], step: int, num_groups: int, *, seed: i
     for position in range(step * num_groups, (step + 1) * num_groups):
         epoch, index = divmod(position, len(tasks))
         if shuffle:
-            index = int(np.random.default_rng([seed, epoch]).permutation(len(tasks))[index])
+            index = int(np.random.default_rng([seed % 2**64, epoch]).permutation(len(tasks))[index])
         chosen.append(tasks[index])
     return chosen
