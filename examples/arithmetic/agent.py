@@ -70,7 +70,8 @@ async def attempt(task: Any, session: Any) -> str:
 
 async def main() -> None:
     async with openai.AsyncOpenAI() as client:
-        print(await solve(sys.argv[1], client, os.environ["OPENAI_MODEL"]) or "(nothing)")
+        answer = await solve(sys.argv[1], client, os.environ["OPENAI_MODEL"])
+        print(" ".join(answer.split()) or "(nothing)")  # on one line: the last one printed is the answer
 
 
 if __name__ == "__main__":
