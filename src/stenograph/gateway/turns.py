@@ -223,6 +223,8 @@ async def _checked(chunks: AsyncGenerator[Chunk, None], sampling: Sampling) -> A
             if len(chunk.ids) != len(chunk.logprobs):
                 told = f"{len(chunk.logprobs)} logprobs for {len(chunk.ids)} tokens; start the engine with logprobs on"
                 raise EngineError(f"the engine sent {told}")
+            if not np.isfinite(chunk.logprobs).all():
+                raise EngineError("the engine sent a logprob that is no number; is the temperature too close to 0?")
             if num_ids > sampling.max_tokens:
                 raise EngineError(f"the engine sent {num_ids} tokens, {sampling.max_tokens} were asked")
             if chunk.finish_reason == "abort":
