@@ -40,11 +40,15 @@ def ask(text):
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
 
+def note(moment):
+    if moment in task["data"]:
+        with open(task["data"][moment], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+
 task = json.load(open(os.environ["STENO_TASK"]))
-if "pids" in task["data"]:
-    with open(task["data"]["pids"], "a") as file:
-        file.write(f"{os.getpid()}\\n")
+note("begun")
 print(ask(sys.argv[1]))
+note("asked")
 if "then exit" in sys.argv[1]:
     sys.exit(7)
 if "then sleep" in sys.argv[1]:
@@ -162,7 +166,7 @@ async def test_cancelling_ends_agents_generations_and_sessions(
     server: Server, agent: AgentConfig, tmp_path: Path
 ) -> None:
     """Closing the iterator while a batch is under way: agents wait for an engine that says nothing."""
-    tasks = [Task("t", "hang", "42", data={"pids": str(tmp_path / "pids")})]
+    tasks = [Task("t", "hang", "42", data={"begun": str(tmp_path / "pids")})]
     async with attempts(server, agent) as runner:
         sessions: list[str] = []
         opened = runner.gateway.open
@@ -192,7 +196,7 @@ async def test_a_gateway_that_dies_under_an_agent(agent: AgentConfig, tmp_path: 
     script = write_script(tmp_path / "script.jsonl", *SCRIPT)
     with serving("--engine", script) as server:
         async with attempts(server, agent) as runner:
-            task = Task("t", "right, then sleep", "42", data={"pids": str(tmp_path / "pids")})
+            task = Task("t", "right, then sleep", "42", data={"asked": str(tmp_path / "pids")})
             running = asyncio.create_task(runner.run(task, "g"))
             pid = int(await written(tmp_path / "pids"))
             server.process.terminate()
