@@ -16,7 +16,7 @@ class Progress:
     """A Watcher of the training loop. `with Progress(steps) as progress`."""
 
     def __init__(self, num_steps: int, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(stderr=True, markup=False)
         self._num_steps = num_steps
         self._started = time.monotonic()
         self._phase = "starting"

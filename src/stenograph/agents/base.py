@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from stenograph.types import Outcome, Task
 
@@ -17,6 +17,15 @@ class SessionHandle:
     base_url: str
     api_key: str
     model: str
+
+
+def visible(task: Task) -> dict[str, Any]:
+    """What an agent may know of its task. The answer and the judge stay out, and of `data` what begins with "_".
+
+    An agent with a shell could read the solution otherwise, and would be rewarded for it.
+    """
+    data = {name: value for name, value in task.data.items() if not str(name).startswith("_")}
+    return {"id": task.id, "prompt": task.prompt, "data": data, "sandbox": task.sandbox}
 
 
 class Agent(Protocol):

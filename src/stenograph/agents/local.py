@@ -8,12 +8,11 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import orjson
 
-from stenograph.agents.base import SessionHandle
+from stenograph.agents.base import SessionHandle, visible
 from stenograph.config import AgentConfig
 from stenograph.errors import AgentError, boundary
 from stenograph.processes import run_process
@@ -41,7 +40,7 @@ class CommandAgent:
         workdir, answer_path, task_path = folder / "work", folder / "answer", folder / "task.json"
         with boundary(AgentError, f"run {self._command[0]}"):
             workdir.mkdir()
-            task_path.write_bytes(orjson.dumps(asdict(task), default=str, option=orjson.OPT_NON_STR_KEYS))
+            task_path.write_bytes(orjson.dumps(visible(task), default=str, option=orjson.OPT_NON_STR_KEYS))
             started = time.monotonic()
             done = await run_process(
                 [argument.replace("{prompt}", task.prompt) for argument in self._command],

@@ -7,13 +7,12 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict
 from typing import Any
 
 import aiohttp
 import orjson
 
-from stenograph.agents.base import SessionHandle
+from stenograph.agents.base import SessionHandle, visible
 from stenograph.errors import AgentError, boundary
 from stenograph.imports import TookTooLong, finish
 from stenograph.types import Outcome, Task
@@ -46,7 +45,7 @@ class UrlAgent:
         return _outcome(self._post, task, session, self._timeout_s)
 
     async def _post(self, task: Task, session: SessionHandle) -> str | None:
-        body = {"task": asdict(task), "base_url": session.base_url, "api_key": session.api_key}
+        body = {"task": visible(task), "base_url": session.base_url, "api_key": session.api_key}
         data = orjson.dumps(body, default=str, option=orjson.OPT_NON_STR_KEYS)
         headers = {"content-type": "application/json"}
         no_timeout = aiohttp.ClientTimeout(total=None)  # the attempt's own deadline holds

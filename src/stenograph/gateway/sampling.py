@@ -10,6 +10,8 @@ from stenograph.engines.base import Capabilities
 from stenograph.errors import ContextOverflow
 from stenograph.types import Sampling
 
+MIN_TEMPERATURE = 0.01  # below it logits divided by it leave float32; 0 itself is greedy
+
 
 def resolve(
     asked: Mapping[str, Any], config: SamplingConfig, capabilities: Capabilities, num_prompt: int
@@ -26,6 +28,9 @@ def resolve(
     notes = [f"forced:{name}" for name in forced if name in asked and asked[name] != forced[name]]
     if "seed" in asked and not capabilities.seeded:
         notes.append("ignored:seed")
+    if 0 < values.get("temperature", 1) < MIN_TEMPERATURE:
+        values["temperature"] = MIN_TEMPERATURE
+        notes.append("clamped:temperature")
     limit = min(config.max_tokens, room)
     if values.get("max_tokens", 0) > limit:
         notes.append("clamped:max_tokens")

@@ -40,10 +40,10 @@ def regex(pattern: str) -> Score:
 
 def dataset(task: Task, outcome: Outcome) -> float:
     """What the reasoning-gym dataset that made the task says of the answer."""
-    if "entry" not in task.data or "dataset" not in task.data:
+    if "_entry" not in task.data or "dataset" not in task.data:
         raise JudgeError(f'task {task.id} is of no dataset; judge.kind = "dataset" needs tasks.dataset')
     score = _scorer(task.data["dataset"], orjson.dumps(dict(task.data.get("params", {}))))
-    return float(score(answer=outcome.answer, entry=task.data["entry"]))
+    return float(score(answer=outcome.answer, entry=task.data["_entry"]))
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TypeGuard
 
 from stenograph.types import ToolCall
 
@@ -18,10 +19,15 @@ def read_call(text: str) -> ToolCall | None:
     except (ValueError, RecursionError):
         return None
     name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(name, str) or not name:
+    if not is_name(name):
         return None
     raw = raw_value(text, "arguments")
     return ToolCall("", name, "{}" if raw is None else raw)
+
+
+def is_name(name: object) -> TypeGuard[str]:
+    """Whether a function may be called so; JSON can spell half a surrogate pair, which no response could carry."""
+    return isinstance(name, str) and name != "" and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def compact(arguments: object) -> str:

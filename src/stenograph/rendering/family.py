@@ -10,7 +10,7 @@ from renderers import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseSta
 from renderers.reasoning import prompt_ends_in_reasoning
 
 from stenograph.errors import RequestError, boundary
-from stenograph.rendering.arguments import compact, raw_arguments
+from stenograph.rendering.arguments import compact, is_name, raw_arguments
 from stenograph.rendering.base import StreamParser
 from stenograph.rendering.detokenize import Detokenizer
 from stenograph.rendering.messages import ends_reasoning, message_dicts, tool_dicts
@@ -167,7 +167,7 @@ class FamilyRendering:
 
 
 def _tool_call(attempt: ParsedToolCall) -> ToolCall | None:
-    if attempt.status != ToolCallParseStatus.OK or not isinstance(attempt.name, str):
+    if attempt.status != ToolCallParseStatus.OK or not is_name(attempt.name):
         return None
     arguments = attempt.arguments
     raw = raw_arguments(attempt.raw, arguments)

@@ -55,7 +55,7 @@ def _from_dataset(name: str, config: TasksConfig, section: str) -> list[Task]:
             f"{name}-{i}",
             entry["question"],
             entry["answer"],
-            {"dataset": name, "params": config.params, "entry": entry},
+            {"dataset": name, "params": config.params, "_entry": entry},
         )
         for i, entry in enumerate(entries)
     ]

@@ -56,16 +56,10 @@ async def test_an_agent_gets_its_session_and_no_secrets(monkeypatch: pytest.Monk
     assert not others
 
 
-async def test_the_task_stands_in_a_file() -> None:
-    outcome = await run("import os; print(open(os.environ['STENO_TASK']).read())")
-    assert json.loads(outcome.stdout) == {
-        "id": "t",
-        "prompt": "1 + 1 = ?",
-        "answer": "2",
-        "data": {"level": 3},
-        "sandbox": None,
-        "judge": None,
-    }
+async def test_the_task_stands_in_a_file_without_what_would_give_it_away() -> None:
+    task = Task("t", "1 + 1 = ?", "2", {"level": 3, "_entry": {"solution": "2"}}, judge={"kind": "exact"})
+    outcome = await run("import os; print(open(os.environ['STENO_TASK']).read())", task=task)
+    assert json.loads(outcome.stdout) == {"id": "t", "prompt": "1 + 1 = ?", "data": {"level": 3}, "sandbox": None}
 
 
 async def test_the_prompt_is_one_argument_and_no_shell_reads_it() -> None:

@@ -34,5 +34,12 @@ def test_overflow_is_a_prompt_without_room() -> None:
         resolve({}, CONFIG, ENGINE, 100)
 
 
+def test_a_temperature_next_to_nothing_is_clamped_and_none_is_greedy() -> None:
+    plain = SamplingConfig()
+    sampling, notes = resolve({"temperature": 1e-40}, plain, ENGINE, 1)
+    assert (sampling.temperature, notes) == (0.01, ("clamped:temperature",))
+    assert resolve({"temperature": 0.0}, plain, ENGINE, 1)[0].temperature == 0
+
+
 def test_a_seed_that_the_engine_cannot_keep_is_noted() -> None:
     assert resolve({"seed": 1}, CONFIG, ENGINE, 1)[1] == ("ignored:seed",)

@@ -75,6 +75,7 @@ def test_replies_of_every_kind_survive_encoding(rendering: Rendering, reply: Rep
         '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
         "<tool_call>f(1)</tool_call>",
         "<tool_call></tool_call>",
         '<tool_call>\n{"name": "f", "argum',
