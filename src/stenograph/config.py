@@ -248,7 +248,7 @@ def load_config(file: Path | None = None, overrides: list[str] | None = None) ->
     values: dict[str, Any] = {}
     if file is not None:
         try:
-            values = tomllib.loads(file.read_text())
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as e:
             raise ConfigError(f"cannot read the config {file}: {e.strerror}; give the path of a TOML file") from e
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

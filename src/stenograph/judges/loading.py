@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -118,13 +119,15 @@ def _from_command(config: JudgeConfig) -> Judge:
     async def judge(task: Task, outcome: Outcome) -> Judgement:
         with boundary(JudgeError, f"run judge {name} on task {task.id}"):
             payload = {"task": asdict(task), "outcome": asdict(outcome)}
-            done = await run_process(
-                command,
-                cwd=outcome.workdir,
-                stdin=orjson.dumps(payload, default=str, option=orjson.OPT_NON_STR_KEYS),
-                timeout_s=config.timeout_s,
-                max_output_bytes=MAX_OUTPUT_BYTES,
-            )
+            # A folder of its own: in the agent's, files that the agent left could stand in for the judge's modules.
+            with tempfile.TemporaryDirectory(prefix="steno-judge-") as folder:
+                done = await run_process(
+                    command,
+                    cwd=folder,
+                    stdin=orjson.dumps(payload, default=str, option=orjson.OPT_NON_STR_KEYS),
+                    timeout_s=config.timeout_s,
+                    max_output_bytes=MAX_OUTPUT_BYTES,
+                )
         if done.exit_code is None:
             raise _too_long(name, config.timeout_s)
         if done.exit_code != 0:

@@ -23,7 +23,10 @@ class GatewayClient:
         self._client: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> GatewayClient:
-        self._client = aiohttp.ClientSession(headers=self._headers)
+        self._client = aiohttp.ClientSession(
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None),  # sealing may take as long as gateway.seal_timeout_s says
+        )
         return self
 
     async def __aexit__(

@@ -103,6 +103,8 @@ def _task(raw: Any, where: str) -> Task:
     for name in ("data", "sandbox", "judge"):
         if not isinstance(raw.get(name), Mapping | None):
             raise ConfigError(f"{where}: {name} must be an object, got {raw[name]!r:.200}")
+    if raw.get("sandbox") is not None:
+        raise ConfigError(f"{where}: sandbox: agents run without one as yet; remove it, or the task would not get it")
     judge = raw.get("judge")
     if judge is not None:
         try:

@@ -187,12 +187,12 @@ async def command(code: str, workdir: Path, task: Task = TASK, **config: Any) ->
     return await load_judge(settings)(task, outcome(workdir=workdir))
 
 
-async def test_a_command_reads_task_and_outcome_and_sits_in_the_agents_folder(tmp_path: Path) -> None:
+async def test_a_command_reads_task_and_outcome_and_finds_what_the_agent_left(tmp_path: Path) -> None:
     (tmp_path / "left").write_text("3")
+    (tmp_path / "json.py").write_text("raise SystemExit('an agent may not stand in for the judge')")
     code = "import json, sys; got = json.load(sys.stdin); print('looking'); assert len(got['task']['prompt']) == 9; "
-    code += (
-        "print(json.dumps({'reward': float(got['outcome']['answer']), 'parts': {'left': int(open('left').read())}}))"
-    )
+    code += "left = int(open(got['outcome']['workdir'] + '/left').read()); "
+    code += "print(json.dumps({'reward': float(got['outcome']['answer']), 'parts': {'left': left}}))"
     assert await command(code, tmp_path) == Judgement(42.0, {"left": 3.0})
     assert await command("print(0.5); print()", tmp_path) == Judgement(0.5)
 
