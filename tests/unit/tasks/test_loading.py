@@ -46,7 +46,7 @@ def test_a_line_separator_within_a_prompt_ends_no_line(tmp_path: Path) -> None:
         ({"id": "a", "prompt": "p", "answer": 7}, "answer must be a text, got 7"),
         ({"id": "a", "prompt": "p", "data": [1]}, r"data must be an object, got \[1\]"),
         ({"id": "a", "prompt": "p", "sandbox": "x"}, "sandbox must be an object, got 'x'"),
-        ({"id": "a", "prompt": "p", "sandbox": {"image": "x"}}, "agents run without one as yet"),
+        ({"id": "a", "prompt": "p", "sandbox": {"image": "x"}}, "sandbox: agents run without one as yet"),
         ({"id": "a", "prompt": "p", "judge": "exact"}, "judge must be an object, got 'exact'"),
         ({"id": "a", "prompt": "p", "judge": {"kind": "best"}}, r"judge\.kind: "),
         ({"id": "a", "prompt": "p", "judge": {"kind": "regex"}}, "judge: .*needs `pattern`"),
