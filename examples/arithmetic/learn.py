@@ -98,7 +98,7 @@ TEXT = """# Learning, shown
 The task is `examples/arithmetic`: three-digit `+ - *` for SmolLM2-135M-Instruct, which cannot do it in its head, with
 a calculator tool. GRPO, 4 tasks x 8 attempts a step, {steps} steps, AdamW 1e-5, float32 on CPU. Success is measured on
 64 held-out tasks x 4 attempts at temperature 1, before the first step and after the last. The control has the rewards
-of each step shuffled over its attempts: the same tokens, the same optimizer, nothing to learn.
+of each step shuffled over its attempts: the same optimizer and as many tokens, but nothing to learn.
 
 {table}
 

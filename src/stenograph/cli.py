@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 from stenograph import inspecting
 from stenograph.config import load_config
 from stenograph.errors import ConfigError, StenographError, boundary
-from stenograph.rundir import RunDir, read_lines
+from stenograph.rundir import read_lines
 
 if TYPE_CHECKING:
     from stenograph.gateway.server import Gateway
@@ -74,7 +74,7 @@ def train(
     name = config.resolve().parent.name if config.stem == "config" else config.stem
     folder = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with Progress(settings.training.steps) as progress:
-        loop = _run(train(settings, lambda: RunDir.create(folder, settings), progress, progress.running))
+        loop = _run(train(settings, folder, progress, progress.running))
     summary = loop.summary("completed", None)
     closing(progress.console, summary, str(folder))
     if not sys.stdout.isatty():  # a person has just been told

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stenograph.config import Config
@@ -46,25 +47,29 @@ async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
         await engine.aclose()
 
 
-async def train(config: Config, run: Callable[[], RunDir], watcher: Watcher, changed: Callable[[int], None]) -> Loop:
-    """Train as `config` says. Everything is checked before `run` makes the run's folder.
+async def train(config: Config, folder: Path, watcher: Watcher, changed: Callable[[int], None]) -> Loop:
+    """Train as `config` says, into `folder`. What can be checked is, before anything heavy is imported or written.
 
     Raises ConfigError for what is wrong with the config, StenographError where the run fails.
     """
     from stenograph.agents import load_agent
     from stenograph.judges import load_judge
-    from stenograph.loop import Loop
-    from stenograph.models import load_model
+    from stenograph.models import load_model, resolve_model
     from stenograph.rollouts import Attempts, GatewayClient
     from stenograph.tasks import load_tasks
-    from stenograph.training.trainer import Trainer
 
+    RunDir.check(folder)
     agent, judge = load_agent(config.agent), load_judge(config.judge)
     tasks = load_tasks(config.tasks)
     evaluation = config.evaluation
     held_out = load_tasks(evaluation.tasks, "evaluation.tasks")[: evaluation.max_tasks] if evaluation.every else []
-    rendering = load_rendering(config.model)
     watcher.phase("loading the model")
+    resolve_model(config.model)
+
+    from stenograph.loop import Loop
+    from stenograph.training.trainer import Trainer
+
+    rendering = load_rendering(config.model)
     trainer = Trainer(load_model(config.model), config)
     store = MemoryTraceStore()
     async with AsyncExitStack() as stack:
@@ -80,7 +85,7 @@ async def train(config: Config, run: Callable[[], RunDir], watcher: Watcher, cha
         attempts = Attempts(client, agent, judge, config.rollouts.max_concurrent, changed)
         loop = Loop(
             config=config,
-            run=run(),
+            run=RunDir.create(folder, config),
             engine=engine,
             on_engine=gateway_loop.run,
             store=store,

@@ -21,10 +21,17 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @classmethod
-    def create(cls, path: Path, config: Config) -> RunDir:
+    @staticmethod
+    def check(path: Path) -> None:
+        """Raise ConfigError where a run cannot begin at `path`."""
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"--run-dir {path} is a file; choose a new folder")
         if path.exists() and any(path.iterdir()):
             raise ConfigError(f"--run-dir {path} is not empty; choose a new folder")
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> RunDir:
+        cls.check(path)
         run = cls(path)
         settings = config.model_dump(mode="json", exclude_none=True)
         with boundary(StenographError, f"write {path}"):

@@ -203,15 +203,12 @@ def post_raw(server: Server, session: Any, body: bytes, headers: str = "") -> by
     return received
 
 
-@pytest.mark.parametrize("traced", [True, False])
-def test_a_turn_that_no_json_carries_is_an_error_and_not_recorded(server: Server, traced: bool) -> None:
-    session = server.open(traced=traced)
-    body = json.dumps({"stream": True, "messages": [user("half a name")]}).encode()
-    received = post_raw(server, session, body)
-    assert b'{"error":' in received
-    assert b"[DONE]" not in received
-    assert received.count(b"HTTP/1.1") == 1
-    assert server.call("GET", f"/sessions/{session['id']}")["num_turns"] == 0
+def test_a_call_whose_name_no_json_carries_stays_text(server: Server) -> None:
+    session = server.open()
+    content, calls, finish_reason = read_stream(ask(server.client(session), [user("half a name")], stream=True))
+    assert "ud800" in content
+    assert (calls, finish_reason) == ([], "stop")
+    assert server.call("GET", f"/sessions/{session['id']}")["num_turns"] == 1
 
 
 def test_bytes_that_are_no_text_are_refused(server: Server) -> None:
