@@ -90,7 +90,8 @@ class Loop:
             began = time.monotonic()
             async for batch in made:
                 report, samples = await self._step(batch)
-                self._record(batch, report, samples, time.monotonic() - began)
+                self._record(batch, report, time.monotonic() - began)
+                await self._release(batch.rollouts)
                 if all(np.isin(sample.versions, (-1, self.version - report.applied)).all() for sample in samples):
                     self._check_difference(report)  # on older turns it also shows what was learnt since
                 done = batch.step + 1
@@ -114,10 +115,8 @@ class Loop:
             raise StenographError(f"step {batch.step + 1}: nothing to train on; {_first_error(batch.rollouts)}")
         self.watcher.phase("training")
         shared = self.config.engine.kind == "local" and self.config.engine.weights == "shared"
-        if shared:
-            await self.on_engine(
-                self.engine.pause("finish")
-            )  # a step under a running engine would tear the weights within a turn
+        if shared:  # a step under a running engine would tear the weights within a turn
+            await self.on_engine(self.engine.pause("finish"))
         report = await asyncio.to_thread(self.trainer.step, samples)
         if report.applied:
             self.version += 1
@@ -145,8 +144,8 @@ class Loop:
         if arrays:
             self.run.write_arrays(f"tokens/step-{step:06d}.npz", arrays)
 
-    def _record(self, batch: Batch, report: StepReport, samples: list[Sample], seconds: float) -> None:
-        """Write the step down, check that its tokens are accounted for, and let its sessions go."""
+    def _record(self, batch: Batch, report: StepReport, seconds: float) -> None:
+        """Write the step down, and check that its tokens are accounted for."""
         sessions = [rollout.session for rollout in batch.rollouts if rollout.session]
         ledgers = {session: self.store.ledger(session) for session in sessions}
         self.run.append("rollouts.jsonl", (self._rollout_row(batch.step, r, ledgers) for r in batch.rollouts))
@@ -167,7 +166,11 @@ class Loop:
             **self.dtypes,
         }
         self._add(row)
-        self.store.release(sessions)
+
+    async def _release(self, rollouts: Iterable[Rollout]) -> None:
+        """Let a batch's sessions go: the gateway owns them, their addresses as well as their records."""
+        gateway = self.attempts.gateway
+        await asyncio.gather(*(gateway.delete(rollout.session) for rollout in rollouts if rollout.session))
 
     def _session_rows(self, samples: list[Sample]) -> Iterable[dict[str, Any]]:
         return (session_row(sample, self.store.tree(sample.session)) for sample in samples)

@@ -131,6 +131,32 @@ def test_one_request_at_a_time_repeats_to_the_bit(project: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_sessions_are_released_after_their_step(project: Path) -> None:
+    """The agents of the second step find that the keys of the first open nothing any more."""
+    asking = """
+import pathlib, urllib.error
+seen = pathlib.Path(__file__).with_name("seen")
+seen.mkdir(exist_ok=True)
+earlier = sorted(path.read_text() for path in seen.iterdir())
+(seen / os.environ["OPENAI_API_KEY"]).write_text(os.environ["OPENAI_API_KEY"])
+refused = 0
+for key in earlier:
+    headers = {"authorization": "Bearer " + key}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", None, headers)
+    try:
+        urllib.request.urlopen(request).close()
+    except urllib.error.HTTPError as e:
+        refused += e.code == 401
+        e.close()
+print(refused)
+"""
+    (project / "agent.py").write_text(AGENT + asking)
+    done = train(project, "rollouts.max_concurrent=1")
+    assert done.returncode == 0, done.stderr
+    rewards = [row["reward"] for row in rows(project / "run" / "rollouts.jsonl")]
+    assert rewards == [0.0] * 6 + [6.0] * 6
+
+
 def test_inspect_and_export_read_a_run_back(project: Path) -> None:
     assert train(project, "training.steps=1").returncode == 0
     run = project / "run"
