@@ -15,6 +15,7 @@ from stenograph import curve
 from stenograph.config import Config
 from stenograph.engines.base import Engine
 from stenograph.errors import StenographError, TraceError
+from stenograph.rendering import load_tokenizer
 from stenograph.rollouts import Attempts, Batch, batches, evaluate
 from stenograph.rundir import RunDir
 from stenograph.traces.export import session_row
@@ -104,6 +105,7 @@ class Loop:
             await made.aclose()
         actor = self.run.path / "checkpoints" / f"step-{len(steps):06d}" / "actor"
         await asyncio.to_thread(self.trainer.save_actor, actor)
+        load_tokenizer(self.config.model).save_pretrained(actor)  # with the chat template, so that it can be served
 
     async def _step(self, batch: Batch) -> tuple[StepReport, list[Sample]]:
         sessions = [rollout.session for rollout in batch.rollouts if rollout.session]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from stenograph.rendering import builtin_tokenizer
 from support.models import tiny_model
@@ -120,7 +121,9 @@ def test_a_run_leaves_a_whole_record(project: Path) -> None:
     assert mask.tolist() == [bool(x) for x in first["loss_mask"]]
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     before = load_file(project / "model" / "model.safetensors")
-    after = load_file(run / "checkpoints" / "step-000002" / "actor" / "model.safetensors")
+    actor = run / "checkpoints" / "step-000002" / "actor"
+    after = load_file(actor / "model.safetensors")
+    assert AutoTokenizer.from_pretrained(actor).get_vocab() == builtin_tokenizer().get_vocab()
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
