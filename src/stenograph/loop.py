@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,7 @@ from stenograph.traces.store import Disposition, Ledger, TraceStore
 from stenograph.training.report import StepReport
 from stenograph.training.trainer import Trainer
 from stenograph.types import Rollout, Sample, Task
-
-
-class Watcher(Protocol):
-    """Who looks on: a progress display, or a test."""
-
-    def phase(self, name: str) -> None: ...
-
-    def step(self, row: dict[str, Any]) -> None: ...
+from stenograph.watching import Watcher
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +60,7 @@ class Loop:
             raise
         finally:
             self.run.write_json("summary.json", self.summary(status, error))
+            self.watcher.phase("done")
 
     def summary(self, status: str, error: str | None) -> dict[str, Any]:
         rewards = [row["reward_mean"] for row in self.rows if row.get("reward_mean") is not None]
@@ -100,7 +94,7 @@ class Loop:
                 if every and (done % every == 0 or done == len(steps)):
                     await self._evaluate(done)
                 began = time.monotonic()
-                self.watcher.phase("rollouts")
+                self.watcher.phase("rollouts" if done < len(steps) else "saving")
         finally:
             await made.aclose()
         actor = self.run.path / "checkpoints" / f"step-{len(steps):06d}" / "actor"

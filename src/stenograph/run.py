@@ -21,7 +21,8 @@ from stenograph.traces.store import TraceStore
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from stenograph.loop import Loop, Watcher
+    from stenograph.loop import Loop
+    from stenograph.watching import Watcher
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
 
     from stenograph.loop import Loop
     from stenograph.training.trainer import Trainer
+    from stenograph.watching import Spans, Watchers, boards
 
     rendering = load_rendering(config.model)
     trainer = Trainer(load_model(config.model), config)
@@ -83,9 +85,11 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
         model = config.model.path or "stenograph"
         client = await stack.enter_async_context(GatewayClient(url, gateway.admin_key, model=model))
         attempts = Attempts(client, agent, judge, config.rollouts.max_concurrent, changed)
+        run = RunDir.create(folder, config)
+        board = stack.enter_context(boards(run))
         loop = Loop(
             config=config,
-            run=RunDir.create(folder, config),
+            run=run,
             engine=engine,
             on_engine=gateway_loop.run,
             store=store,
@@ -94,7 +98,7 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
             tasks=tasks,
             held_out=held_out,
             dtypes=_dtypes(config),
-            watcher=watcher,
+            watcher=Watchers(watcher, Spans(run), *board),
         )
         await loop.train()
         return loop

@@ -119,6 +119,12 @@ def test_a_run_leaves_a_whole_record(project: Path) -> None:
     first = samples[0]
     mask = arrays[f"{first['session']}/{first['branch']}/loss_mask"]
     assert mask.tolist() == [bool(x) for x in first["loss_mask"]]
+    spans = rows(run / "spans.jsonl")
+    assert [span["name"] for span in spans] == [
+        *("evaluation", "rollouts", "training", "rollouts", "training", "evaluation", "saving"),
+    ]
+    assert all(span["start_time_unix_nano"] <= span["end_time_unix_nano"] for span in spans)
+    assert list((run / "tb").glob("events.out.tfevents.*"))
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     before = load_file(project / "model" / "model.safetensors")
     actor = run / "checkpoints" / "step-000002" / "actor"

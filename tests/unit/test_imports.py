@@ -24,7 +24,7 @@ LAYERS = [
     {"algorithms"},
     {"training"},
     {"rundir"},
-    {"inspecting", "curve", "progress"},
+    {"inspecting", "curve", "progress", "watching"},
     {"loop"},
     {"run"},
     {"cli"},
