@@ -82,8 +82,7 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
             gateway_loop.entered(lambda: _listening(config, engine, rendering, store))
         )
         url = config.gateway.public_url or gateway.url
-        model = config.model.path or "stenograph"
-        client = await stack.enter_async_context(GatewayClient(url, gateway.admin_key, model=model))
+        client = await stack.enter_async_context(GatewayClient(url, gateway.admin_key, model=gateway.model_name))
         attempts = Attempts(client, agent, judge, config.rollouts.max_concurrent, changed)
         run = RunDir.create(folder, config)
         board = stack.enter_context(boards(run))
