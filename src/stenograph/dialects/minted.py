@@ -1,0 +1,41 @@
+"""Opaque texts that the gateway hands out and reads back: what is sealed comes out again, anything else is None."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+
+import orjson
+
+_MARK = b"steno1"  # whose it is and its version; six bytes, so that every seal begins with the same eight characters
+_START = base64.urlsafe_b64encode(_MARK).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What a seal holds: the turn that it was handed out with, and that turn's reasoning."""
+
+    turn: str
+    reasoning: str
+
+
+def seal(turn: str, reasoning: str) -> str:
+    """A text for a client to keep and send back; it is opaque, not secret."""
+    return base64.urlsafe_b64encode(_MARK + orjson.dumps([turn, reasoning])).decode()
+
+
+def unseal(text: str) -> Sealed | None:
+    """What `seal` put into `text`; None where it is no seal of ours, or no longer whole."""
+    if not text.startswith(_START):
+        return None
+    try:
+        raw = base64.b64decode(text, altchars=b"-_", validate=True)
+        held = orjson.loads(raw.removeprefix(_MARK))
+    except (binascii.Error, ValueError):  # orjson's error and what text outside ASCII gives are ValueErrors
+        return None
+    match held:
+        case [str(turn), str(reasoning)]:
+            return Sealed(turn, reasoning)
+        case _:
+            return None
