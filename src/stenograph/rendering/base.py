@@ -43,9 +43,20 @@ class Rendering(Protocol):
     def extend(self, conversation: Conversation, num_known: int, prompt_ids: Ids, output_ids: Ids) -> Ids | None:
         """The context that follows `output_ids` when messages[num_known:] are new.
 
-        messages[num_known - 1] is the assistant message that `output_ids` (as sampled, with or without terminator) say.
+        messages[num_known - 1] is the assistant message that `output_ids` (as sampled, with or without terminator) say;
+        where the agent had begun it, `prompt_ids` ends with what `begin_reply` gave, and the message is both in one.
         Starts with the tokens that close an unterminated output; ends with the generation prompt.
         None where it cannot be proven that the result continues the recorded ids: the caller renders in full and forks.
+        """
+        ...
+
+    def begin_reply(self, conversation: Conversation, prompt_ids: Ids) -> Ids:
+        """The ids after `prompt_ids` with which the model goes on in the middle of messages[-1], an assistant's.
+
+        `prompt_ids` is the prompt for the messages before it, generation prompt included. Reasoning that it opened is
+        closed (after the message's own, if it has some); the content follows, without white space before it, for no
+        parser keeps that; nothing ends the turn. What was begun and what is sampled, as one output, parse to one reply.
+        Raises RequestError where the message cannot be gone on with.
         """
         ...
 

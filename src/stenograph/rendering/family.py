@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,16 @@ from stenograph.errors import RequestError, boundary
 from stenograph.rendering.arguments import compact, is_name, raw_arguments
 from stenograph.rendering.base import StreamParser
 from stenograph.rendering.detokenize import Detokenizer
-from stenograph.rendering.messages import ends_reasoning, message_dicts, tool_dicts
+from stenograph.rendering.formats import FORMATS
+from stenograph.rendering.messages import (
+    ASK,
+    begun_message,
+    ends_reasoning,
+    find_placement,
+    message_dicts,
+    opening,
+    tool_dicts,
+)
 from stenograph.rendering.stream import BufferedStream, Markers, MarkerStream
 from stenograph.types import Conversation, Ids, Message, Reply, ToolCall
 
@@ -41,7 +51,9 @@ class FamilyRendering:
         self._renderer = renderer
         self._retaining = retaining
         self._name = name
+        self._format = FORMATS.get(name)
         self._stop = tuple(renderer.get_stop_token_ids())
+        self._placement = find_placement(lambda messages: self._render_text(messages, generation=True))
         self._detokenizer = Detokenizer(tokenizer)
         self._markers = self._find_markers() if name in _MARKED and Detokenizer.supports(tokenizer) else None
 
@@ -51,26 +63,40 @@ class FamilyRendering:
 
     def render(self, conversation: Conversation) -> Ids:
         with boundary(RequestError, f"render the messages as {self._name}"):
-            messages: list[Any] = message_dicts(conversation)
+            messages: list[Any] = message_dicts(conversation, placement=self._placement)
             tools: Any = tool_dicts(conversation.tools)
             return _array(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
 
     def extend(self, conversation: Conversation, num_known: int, prompt_ids: Ids, output_ids: Ids) -> Ids | None:
         tail = self._tail(prompt_ids)
-        output = output_ids.tolist()
+        known = tail + output_ids.tolist()
+        start = self._turn_start(tail)
         renderer = self._renderer
-        if self._retaining is not None and not ends_reasoning(conversation.messages, num_known):
+        if self._retaining is not None and not ends_reasoning(conversation.messages, num_known, self._placement):
             renderer = self._retaining
         with boundary(RequestError, f"render the new messages as {self._name}"):
-            messages: list[Any] = message_dicts(conversation, num_known)
+            messages: list[Any] = message_dicts(conversation, num_known, placement=self._placement)
             tools: Any = tool_dicts(conversation.tools)
-            bridged = renderer.bridge_to_next_turn(tail, output, messages, tools=tools)
+            bridged = renderer.bridge_to_next_turn(known[:start], known[start:], messages, tools=tools)
         if bridged is None:
             return None
-        known = tail + output
         ids = bridged.token_ids
         # A bridge cuts what was sampled after an end token; then it does not continue what was recorded.
         return _array(ids[len(known) :]) if ids[: len(known)] == known else None
+
+    def begin_reply(self, conversation: Conversation, prompt_ids: Ids) -> Ids:
+        message = begun_message(conversation)
+        thinks = self._in_reasoning(self._tail(prompt_ids))
+        with boundary(RequestError, f"render the begun message as {self._name}"):
+            text: str | None = None
+            if thinks == self._in_reasoning(self.render(Conversation((ASK,))).tolist()):
+                text = opening(self._render_reply, message.reasoning)
+        if text is None:
+            # Some prompts open reasoning that the family's own rendering of a reply leaves out.
+            text = f"{message.reasoning}\n{self._format.reasoning[1]}\n\n" if thinks and self._format else ""
+        elif thinks and message.reasoning not in text:  # a family may print none of earlier turns
+            text = message.reasoning + text
+        return self.encode_text(text + message.content.lstrip())
 
     def parse(self, output_ids: Ids, prompt_ids: Ids, conversation: Conversation) -> Reply:
         ids = self._until_stop(output_ids.tolist())
@@ -87,8 +113,7 @@ class FamilyRendering:
 
         if self._markers is None:
             return BufferedStream(parse)
-        in_reasoning = prompt_ends_in_reasoning(self._tokenizer, self._tail(prompt_ids), stop_ids=frozenset(self._stop))
-        return MarkerStream(self._detokenizer, self._markers, in_reasoning, parse)
+        return MarkerStream(self._detokenizer, self._markers, self._in_reasoning(self._tail(prompt_ids)), parse)
 
     def decode(self, ids: Ids) -> str:
         return self._text(ids.tolist())
@@ -123,6 +148,38 @@ class FamilyRendering:
                 return prompt_ids[start + int(hits[-1]) :].tolist()
             end, size = start, size * 2
         return prompt_ids.tolist()
+
+    def _turn_start(self, tail: list[int]) -> int:
+        """Where the turn begins for a bridge: behind the prompt, or where one does not look there for what is begun."""
+        if self._format is None or not self._format.set_by_config:
+            return len(tail)
+        header = self._tokenizer.encode(self._format.header, add_special_tokens=False)[-1]
+        return len(tail) - tail[::-1].index(header) if header in tail else len(tail)
+
+    def _in_reasoning(self, tail: list[int]) -> bool:
+        """Whether the prompt leaves the model in the middle of its reasoning."""
+        form = self._format
+        if form is None:
+            return False
+        if form.set_by_config:
+            return bool(getattr(getattr(self._renderer, "config", None), "enable_thinking", True))
+        return prompt_ends_in_reasoning(
+            self._tokenizer,
+            tail,
+            open_marker=form.reasoning[0],
+            close_marker=form.reasoning[1],
+            stop_ids=frozenset(self._stop),
+            assistant_prefix=form.header,
+            initial_only=not form.channels,
+        )
+
+    def _render_reply(self, reply: Message | None) -> str:
+        """A stand-in question with `reply`, or with the generation prompt."""
+        return self._render_text((ASK, reply) if reply else (ASK,), generation=reply is None)
+
+    def _render_text(self, messages: Sequence[Message], *, generation: bool) -> str:
+        dicts: list[Any] = message_dicts(Conversation(tuple(messages)))
+        return self._text(self._renderer.render_ids(dicts, add_generation_prompt=generation))
 
     def _text(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from renderers import Renderer
     from transformers import PreTrainedTokenizerBase
 
+    from stenograph.rendering.family import FamilyRendering
+
 
 def load_rendering(config: ModelConfig) -> Rendering:
     """The rendering of `config`'s model; without a model, the built-in tokenizer under the Qwen3 family.
@@ -25,6 +27,13 @@ def load_rendering(config: ModelConfig) -> Rendering:
     options = _renderer_options(config)
     if options is None:
         return _template_rendering(tokenizer, config)
+    return family_rendering(tokenizer, options, config)
+
+
+def family_rendering(
+    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], config: ModelConfig
+) -> FamilyRendering:
+    """The family that `options` ({name, options...}) names, over `tokenizer`. Raises ConfigError where it won't fit."""
     from stenograph.rendering.family import FamilyRendering
 
     renderer, retaining = _create_renderers(tokenizer, options, config)

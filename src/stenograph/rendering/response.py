@@ -61,6 +61,15 @@ class ResponseReader:
             if calls is not None:
                 calls["content"], calls["content_args"] = "text", {"strip": False}
 
+    def unclosed(self, prefix: str) -> str:
+        """The marker that ends the reasoning which `prefix` leaves open; empty where it leaves none."""
+        for name in _REASONING:
+            field = self._schema["fields"].get(name, {})
+            begin, end = field.get("open"), field.get("close")
+            if isinstance(begin, str) and isinstance(end, str) and prefix.rfind(begin) > prefix.rfind(end):
+                return end
+        return ""
+
     def start(self, prefix: str) -> Reading:
         """Read a turn piece by piece; `prefix` is the generation prompt, which may have opened the reasoning."""
         return Reading(self._parser(prefix), self._schema["fields"])

@@ -10,7 +10,17 @@ import numpy as np
 from stenograph.errors import ConfigError, RequestError, boundary
 from stenograph.rendering.base import StreamParser
 from stenograph.rendering.detokenize import Detokenizer
-from stenograph.rendering.messages import ends_reasoning, message_dicts, tool_dicts
+from stenograph.rendering.messages import (
+    AS_GIVEN,
+    ASK,
+    Placement,
+    begun_message,
+    ends_reasoning,
+    find_placement,
+    message_dicts,
+    opening,
+    tool_dicts,
+)
 from stenograph.rendering.response import ResponseReader
 from stenograph.rendering.stream import BufferedStream, TextStream
 from stenograph.types import Conversation, Ids, Message, Reply, Tool, ToolCall
@@ -20,7 +30,6 @@ if TYPE_CHECKING:
 
 Retention = Literal["all", "tool_cycle", "template"]
 
-_ASK = Message("user", "question")
 _MARK = "Zanswer"  # no template trims or escapes it
 _MARK_ARGUMENTS = '{"k":  "Zvalue"}'  # spaced as no serialiser would
 
@@ -34,6 +43,7 @@ class Shape:
     close_id: int | None
     raw_arguments: bool  # arguments may be a string and are printed as it stands
     keeps_reasoning: bool
+    placement: Placement
 
 
 class TemplateRendering:
@@ -76,12 +86,21 @@ class TemplateRendering:
         if not (answered.startswith(asked) and whole.startswith(answered) and answered.endswith(shape.close)):
             return None
         if self._retention == "template":
-            said = asked + shape.generation + self.decode(self._until_stop(output_ids))
+            said = asked + shape.generation + self._begun(prompt_ids) + self.decode(self._until_stop(output_ids))
             if not answered.startswith(said):
                 return None
         ids = self.encode_text(shape.close + whole[len(answered) :])
         ended = len(output_ids) > 0 and output_ids[-1] == shape.close_id
         return ids[1:] if ended else ids
+
+    def begin_reply(self, conversation: Conversation, prompt_ids: Ids) -> Ids:
+        message = begun_message(conversation)
+        with boundary(RequestError, "render the begun message with the model's chat template"):
+            text = opening(self._render_reply, message.reasoning)
+        if text is None:
+            close = self._reader.unclosed(self._prefix(prompt_ids))
+            text = f"{message.reasoning}\n{close}\n\n" if close else ""
+        return self.encode_text(text + message.content.lstrip())
 
     def parse(self, output_ids: Ids, prompt_ids: Ids, conversation: Conversation) -> Reply:
         return self._reader.read(self.decode(self._until_stop(output_ids)), self._prefix(prompt_ids))
@@ -96,8 +115,8 @@ class TemplateRendering:
 
     def encode_reply(self, reply: Reply) -> Ids:
         with boundary(RequestError, "render a reply with the model's chat template"):
-            asked = self._render((_ASK,), (), generation=True)
-            answered = self._render((_ASK, reply.message()), ())
+            asked = self._render((ASK,), (), generation=True)
+            answered = self._render((ASK, reply.message()), ())
         start = next((i for i, (a, b) in enumerate(zip(asked, answered, strict=False)) if a != b), len(asked))
         turn = answered[start:]
         if self._shape.close and self._shape.close in turn:
@@ -108,18 +127,41 @@ class TemplateRendering:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     def _render(self, messages: tuple[Message, ...], tools: tuple[Tool, ...], *, generation: bool = False) -> str:
-        raw = self._shape.raw_arguments
-        return _apply(self._tokenizer, Conversation(messages, tools), generation=generation, raw_arguments=raw)
+        shape = self._shape
+        return _apply(
+            self._tokenizer,
+            Conversation(messages, tools),
+            generation=generation,
+            raw_arguments=shape.raw_arguments,
+            placement=shape.placement,
+        )
+
+    def _render_reply(self, reply: Message | None) -> str:
+        """A stand-in question with `reply`, or with the generation prompt."""
+        return self._render((ASK, reply) if reply else (ASK,), (), generation=reply is None)
+
+    def _begun(self, prompt_ids: Ids) -> str:
+        """What follows the generation prompt: the text with which the agent began the reply."""
+        _, found, begun = self._end(prompt_ids).rpartition(self._shape.generation or "\0")
+        return begun if found else ""
 
     def _must_render(self, messages: tuple[Message, ...], num_known: int) -> bool:
         """Whether reasoning in the recorded context has to go; a template that prints it says so in the proof."""
-        return self._retention != "all" and not self._shape.keeps_reasoning and ends_reasoning(messages, num_known)
+        return (
+            self._retention != "all"
+            and not self._shape.keeps_reasoning
+            and ends_reasoning(messages, num_known, self._shape.placement)
+        )
 
     def _prefix(self, prompt_ids: Ids) -> str:
         """The generation prompt that this prompt ends with."""
         size = len(self._generation_ids)
         if np.array_equal(prompt_ids[len(prompt_ids) - size :], self._generation_ids):
             return self._shape.generation
+        return self._end(prompt_ids)
+
+    def _end(self, prompt_ids: Ids) -> str:
+        """The text of a prompt from its last end token on."""
         hits = np.flatnonzero(np.isin(prompt_ids, self._stop))
         return self.decode(prompt_ids[hits[-1] + 1 :]) if len(hits) else ""
 
@@ -132,9 +174,9 @@ def _probe(tokenizer: PreTrainedTokenizerBase) -> Shape:
     """Learn a template's shape. Raises ConfigError where it cannot render a question and an answer."""
     answer = Message("assistant", _MARK)
     try:
-        asked = _apply(tokenizer, Conversation((_ASK,)))
-        prompt = _apply(tokenizer, Conversation((_ASK,)), generation=True)
-        answered = _apply(tokenizer, Conversation((_ASK, answer)))
+        asked = _apply(tokenizer, Conversation((ASK,)))
+        prompt = _apply(tokenizer, Conversation((ASK,)), generation=True)
+        answered = _apply(tokenizer, Conversation((ASK, answer)))
     except Exception as e:  # templates raise what they like
         raise ConfigError(
             f"model.chat_template: it cannot render a question and an answer ({type(e).__name__}: {e}); "
@@ -150,6 +192,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase) -> Shape:
         close_id,
         raw_arguments=_prints(tokenizer, call, _MARK_ARGUMENTS),
         keeps_reasoning=_prints(tokenizer, thought, _MARK),
+        placement=find_placement(lambda messages: _apply(tokenizer, Conversation(tuple(messages)), generation=True)),
     )
 
 
@@ -165,7 +208,7 @@ def _closing(tokenizer: PreTrainedTokenizerBase, tail: str) -> tuple[str, int | 
 def _prints(tokenizer: PreTrainedTokenizerBase, message: Message, text: str) -> bool:
     """Whether the template prints `text` of an assistant message that a new question follows."""
     try:
-        return text in _apply(tokenizer, Conversation((_ASK, message, _ASK)), raw_arguments=True)
+        return text in _apply(tokenizer, Conversation((ASK, message, ASK)), raw_arguments=True)
     except Exception:  # templates raise what they like; one that refuses does not print
         return False
 
@@ -176,7 +219,8 @@ def _apply(
     *,
     generation: bool = False,
     raw_arguments: bool = False,
+    placement: Placement = AS_GIVEN,
 ) -> str:
     tools: Any = tool_dicts(conversation.tools)
-    messages = message_dicts(conversation, parse_arguments=not raw_arguments)
+    messages = message_dicts(conversation, placement=placement, parse_arguments=not raw_arguments)
     return str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=generation, tokenize=False))
