@@ -1,0 +1,364 @@
+"""OpenAI Responses: pure functions, request -> conversation and turn -> response or events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from stenograph.dialects.base import Answered, Decode, HttpError, Request, Writer, failure, own_session
+from stenograph.dialects.chat import logprob_rows, openai_error
+from stenograph.dialects.fields import Fields, invalid, read_body, shown
+from stenograph.dialects.minted import seal
+from stenograph.dialects.responses_items import (
+    Callee,
+    call_item,
+    message_item,
+    read_input,
+    read_tools,
+    reasoning_item,
+    summary_part,
+    text_part,
+)
+from stenograph.types import Conversation, Message, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest(Request):
+    """What this protocol asks beyond the others. `echo` are the request's fields that its response repeats."""
+
+    callees: Mapping[str, Callee] = field(default_factory=dict)
+    echo: Mapping[str, orjson.Fragment] = field(default_factory=dict)
+    logprobs: bool = False
+    encrypted: bool = False
+
+    def writer(self, name: str, created: int, decode: Decode) -> Writer:
+        return ResponsesWriter(self, name, created, decode)
+
+
+# --- request -> records ------------------------------------------------------------------------------------------
+
+
+def parse_request(body: bytes) -> ResponsesRequest:
+    """Read a request body. Raises RequestError (400) that names the field."""
+    fields = read_body(body)
+    _refuse(fields)
+    instructions = fields.get("instructions", str, "a text")
+    begin = [Message("system", instructions)] if instructions else []
+    said, left_out_items = read_input(fields)
+    previous = fields.get("previous_response_id", str, "a response's id")
+    if not said and previous is None:
+        raise invalid("input", "must hold at least one message, or an item that makes one")
+    continues = fields.flag("continue_final_message")
+    if continues and said and said[-1].role != "assistant":
+        raise invalid("continue_final_message", f"needs an assistant's last message, got a {said[-1].role}'s")
+    tools, callees, left_out_tools = read_tools(fields)
+    include = fields.texts("include")
+    return ResponsesRequest(
+        # Tools stay out of the prompt of a request that forbids calls: nothing here can stop the model from making one.
+        conversation=Conversation((*begin, *said), () if fields.text("tool_choice") == "none" else tools, continues),
+        asked=_asked(fields),
+        model=fields.text("model") or "",
+        stream=fields.flag("stream"),
+        grammar=_grammar(fields),
+        session=own_session(fields.values.get("session_id")),
+        previous=previous,
+        store=fields.values.get("store") is None or fields.flag("store"),
+        num_instructions=len(begin),
+        notes=tuple(dict.fromkeys([*_ignored(fields), *left_out_tools, *left_out_items])),
+        callees=callees,
+        echo=_echo(fields),
+        logprobs="message.output_text.logprobs" in include,
+        encrypted="reasoning.encrypted_content" in include,
+    )
+
+
+def _refuse(fields: Fields) -> None:
+    """What would change the answer and is not done here."""
+    if (fields.integer("top_logprobs", 0) or 0) > 0:
+        raise invalid("top_logprobs", "must be 0; the engine returns the sampled token's log-probability alone")
+    if fields.values.get("tool_choice") not in (None, "auto", "none"):
+        raise invalid("tool_choice", 'must be "auto" or "none"; the engine cannot enforce a call')
+    if fields.flag("background"):
+        raise invalid("background", "must be false; responses are made while their client waits")
+    if fields.values.get("conversation") is not None:
+        raise invalid("conversation", "is not kept here; send the items, or use previous_response_id")
+    if fields.values.get("prompt") is not None:
+        raise invalid("prompt", "names a template, and none are kept here; send its text as instructions and input")
+
+
+def _asked(fields: Fields) -> dict[str, Any]:
+    asked = {
+        "temperature": fields.number("temperature", 0, 2),
+        "top_p": fields.number("top_p", 1e-9, 1),
+        "max_tokens": fields.integer("max_output_tokens", 1),
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _grammar(fields: Fields) -> Mapping[str, Any] | None:
+    wanted = fields.object("text").object("format")
+    match wanted.values.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "object"}
+        case "json_schema":
+            schema = wanted.schema("schema")
+            if schema is None:
+                raise invalid("text.format.schema", "is missing")
+            return schema
+        case kind:
+            raise invalid("text.format.type", f'must be "text", "json_object" or "json_schema", got {shown(kind)}')
+
+
+def _ignored(fields: Fields) -> list[str]:
+    """What was asked and cannot be done, though nothing breaks by it."""
+    notes = ["ignored:parallel_tool_calls"] if fields.values.get("parallel_tool_calls") is False else []
+    return notes + (["ignored:truncation"] if fields.values.get("truncation") == "auto" else [])
+
+
+_ECHOED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+def _echo(fields: Fields) -> dict[str, orjson.Fragment]:
+    """Written out once, for every snapshot of the response repeats them."""
+    echo = {}
+    for name, default in _ECHOED.items():
+        value = fields.values.get(name)
+        try:
+            echo[name] = orjson.Fragment(orjson.dumps(default if value is None else value))
+        except orjson.JSONEncodeError as e:
+            raise invalid(name, "is nested too deeply") from e
+    return echo
+
+
+# --- records -> response -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ResponsesWriter:
+    """Writes one response. Its items are written one after the other; calls and what ends it wait for the commit."""
+
+    request: ResponsesRequest
+    name: str
+    created: int
+    decode: Decode
+    _output: list[dict[str, Any]] = field(default_factory=list)  # items that are done
+    _num_events: int = 0
+    _reasoning: list[str] = field(default_factory=list)
+    _content: list[str] = field(default_factory=list)
+    _late: list[str] = field(default_factory=list)  # reasoning that came when the message had begun
+
+    def whole(self, answered: Sequence[Answered]) -> bytes:
+        one = answered[0]
+        output = [self._reasoning_item(0, one.shown.reasoning)] if one.shown.reasoning else []
+        if self._says(one):
+            output.append(self._message_item(one, one.shown.content))
+        output += [self._call_item(n, call) for n, call in enumerate(one.shown.tool_calls)]
+        return orjson.dumps(self._ended(one, output))
+
+    def begin(self, num_prompt: int) -> bytes:
+        begun = self._response("in_progress", [])
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def delta(self, choice: int, content: str, reasoning: str) -> bytes:
+        events = []
+        if reasoning and self._content:
+            self._late.append(reasoning)
+        elif reasoning:
+            if not self._reasoning:
+                events += self._begin_reasoning(0)
+            self._reasoning.append(reasoning)
+            events.append(self._summary_delta(0, reasoning))
+        if content:
+            if not self._content:
+                events += self._end_reasoning(0, self._reasoning) + self._begin_message()
+            self._content.append(content)
+            delta = {"content_index": 0, "delta": content, "logprobs": []}
+            events.append(self._item_event("output_text.delta", f"msg_{self.name}", **delta))
+        return b"".join(events)
+
+    def end(self, answered: Sequence[Answered]) -> bytes:
+        one = answered[0]
+        events = []
+        if not self._content:
+            events += self._end_reasoning(0, self._reasoning)
+            events += self._begin_message() if self._says(one) else []
+        if self._says(one):
+            events += self._end_message(one, "".join(self._content))
+        if self._late:
+            events += [*self._begin_reasoning(1), self._summary_delta(1, "".join(self._late))]
+            events += self._end_reasoning(1, self._late)
+        for n, call in enumerate(one.shown.tool_calls):
+            events += self._call(self._call_item(n, call))
+        response = self._ended(one, self._output)
+        return b"".join([*events, self._event(f"response.{response['status']}", response=response)])
+
+    def failed(self, exception: Exception) -> bytes:
+        told = failure(exception)
+        begun = b"" if self._num_events else self.begin(0)  # clients take no other event for the first
+        detail = {"code": told.code or _ERROR_CODES.get(told.kind, "invalid_prompt"), "message": told.message}
+        response = {**self._response("failed", self._output), "error": detail}
+        return begun + self._event("response.failed", response=response)
+
+    # --- the response ----------------------------------------------------------------------------------------
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"resp_{self.name}",
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.request.model,
+            "output": output,
+            "top_logprobs": 0,
+            "usage": None,
+            **self.request.echo,
+        }
+
+    def _ended(self, one: Answered, output: list[dict[str, Any]]) -> dict[str, Any]:
+        status = _status(one)
+        response = {**self._response(status, output), "usage": _usage(one)}
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return response
+
+    def _says(self, one: Answered) -> bool:
+        """Whether there is a message item; a turn that wrote nothing at all says an empty one."""
+        return bool(one.shown.content) or not (one.shown.reasoning or one.shown.tool_calls)
+
+    # --- its items -------------------------------------------------------------------------------------------
+
+    def _reasoning_id(self, index: int) -> str:
+        return f"rs_{self.name}_{index}" if index else f"rs_{self.name}"
+
+    def _reasoning_item(self, index: int, text: str) -> dict[str, Any]:
+        return reasoning_item(
+            self._reasoning_id(index), text, seal(self.name, text) if self.request.encrypted else None
+        )
+
+    def _message_item(self, one: Answered, text: str) -> dict[str, Any]:
+        logprobs = logprob_rows(one.turn, self.decode) if self.request.logprobs else []
+        return message_item(f"msg_{self.name}", _status(one), [text_part(text, logprobs)])
+
+    def _call_item(self, index: int, call: ToolCall) -> dict[str, Any]:
+        return call_item(self.name, index, call, self.request.callees.get(call.name, Callee(call.name)))
+
+    # --- events ----------------------------------------------------------------------------------------------
+
+    def _begin_reasoning(self, index: int) -> list[bytes]:
+        item_id = self._reasoning_id(index)
+        added = {"summary_index": 0, "part": summary_part("")}
+        return [
+            self._added({"type": "reasoning", "id": item_id, "summary": []}),
+            self._item_event("reasoning_summary_part.added", item_id, **added),
+        ]
+
+    def _summary_delta(self, index: int, text: str) -> bytes:
+        item_id = self._reasoning_id(index)
+        return self._item_event("reasoning_summary_text.delta", item_id, summary_index=0, delta=text)
+
+    def _end_reasoning(self, index: int, texts: list[str]) -> list[bytes]:
+        if not texts:
+            return []
+        item_id, text = self._reasoning_id(index), "".join(texts)
+        return [
+            self._item_event("reasoning_summary_text.done", item_id, summary_index=0, text=text),
+            self._item_event("reasoning_summary_part.done", item_id, summary_index=0, part=summary_part(text)),
+            self._done(self._reasoning_item(index, text)),
+        ]
+
+    def _begin_message(self) -> list[bytes]:
+        item_id = f"msg_{self.name}"
+        return [
+            self._added(message_item(item_id, "in_progress", [])),
+            self._item_event("content_part.added", item_id, content_index=0, part=text_part("", [])),
+        ]
+
+    def _end_message(self, one: Answered, text: str) -> list[bytes]:
+        item = self._message_item(one, text)
+        part = item["content"][0]
+        done = {"content_index": 0, "text": text, "logprobs": part["logprobs"]}
+        return [
+            self._item_event("output_text.done", item["id"], **done),
+            self._item_event("content_part.done", item["id"], content_index=0, part=part),
+            self._done(item),
+        ]
+
+    def _call(self, item: dict[str, Any]) -> list[bytes]:
+        key = "input" if item["type"] == "custom_tool_call" else "arguments"
+        kind = "custom_tool_call_input" if key == "input" else "function_call_arguments"
+        return [
+            self._added({**item, "status": "in_progress", key: ""}),
+            self._item_event(f"{kind}.delta", item["id"], delta=item[key]),
+            self._item_event(f"{kind}.done", item["id"], **{key: item[key], "name": item["name"]}),
+            self._done(item),
+        ]
+
+    def _added(self, item: dict[str, Any]) -> bytes:
+        return self._event("response.output_item.added", output_index=len(self._output), item=item)
+
+    def _done(self, item: dict[str, Any]) -> bytes:
+        event = self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        return event
+
+    def _item_event(self, kind: str, item_id: str, **fields: Any) -> bytes:
+        return self._event(f"response.{kind}", item_id=item_id, output_index=len(self._output), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        payload = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
+
+
+def _status(one: Answered) -> str:
+    return "incomplete" if one.turn.finish_reason == "length" else "completed"
+
+
+def _usage(one: Answered) -> dict[str, Any]:
+    num_output = len(one.turn.output_ids)
+    return {
+        "input_tokens": one.num_prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": one.num_reasoning},
+        "total_tokens": one.num_prompt + num_output,
+    }
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def error(exception: Exception) -> HttpError:
+    return openai_error(failure(exception))
+
+
+_ERROR_CODES = {
+    "rate_limit": "rate_limit_exceeded",
+    "overloaded": "server_error",
+    "engine": "server_error",
+    "internal": "server_error",
+}
