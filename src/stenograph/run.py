@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stenograph.config import Config
 from stenograph.engines.base import Engine
+from stenograph.errors import ConfigError
 from stenograph.gateway.server import Gateway, new_admin_key
 from stenograph.rendering import Rendering, load_rendering
 from stenograph.rundir import RunDir
@@ -39,7 +40,7 @@ async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
         from stenograph.models import load_model
 
         model = load_model(config.model, dtype=config.engine.dtype)
-    engine = build_engine(config, rendering, model)
+    engine = await build_engine(config, rendering, model)
     try:
         async with _listening(config, engine, rendering, MemoryTraceStore()) as gateway:
             listening(gateway)
@@ -59,6 +60,8 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
     from stenograph.rollouts import Attempts, GatewayClient
     from stenograph.tasks import load_tasks
 
+    if config.engine.kind == "vllm":
+        raise ConfigError('engine.kind = "vllm" cannot be given new weights: set engine.kind = "local" to train')
     RunDir.check(folder)
     agent, judge = load_agent(config.agent), load_judge(config.judge)
     tasks = load_tasks(config.tasks)
@@ -75,7 +78,7 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
     trainer = Trainer(load_model(config.model), config)
     store = MemoryTraceStore()
     async with AsyncExitStack() as stack:
-        engine = build_engine(config, rendering, trainer.model)
+        engine = await build_engine(config, rendering, trainer.model)
         stack.push_async_callback(engine.aclose)
         gateway_loop = await stack.enter_async_context(LoopThread())
         gateway = await stack.enter_async_context(
@@ -103,8 +106,12 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
         return loop
 
 
-def build_engine(config: Config, rendering: Rendering, model: PreTrainedModel | None) -> Engine:
-    """The engine that `config` names, serving `model` or a copy of it."""
+async def build_engine(config: Config, rendering: Rendering, model: PreTrainedModel | None) -> Engine:
+    """The engine that `config` names, serving `model` or a copy of it. Raises EngineError where it cannot be had."""
+    if config.engine.kind == "vllm":
+        from stenograph.engines.vllm import VllmEngine
+
+        return await VllmEngine.connect(config.engine)
     if config.engine.kind == "scripted":
         from stenograph.engines.scripted import ScriptedEngine, load_script
 

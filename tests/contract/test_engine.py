@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 
 import numpy as np
@@ -13,27 +13,43 @@ from stenograph.config import EngineConfig
 from stenograph.engines.base import Chunk, Engine, Generate
 from stenograph.engines.local import LocalEngine
 from stenograph.engines.scripted import Line, ScriptedEngine
+from stenograph.engines.vllm import VllmEngine
 from stenograph.types import Sampling
 from support.models import Weights, tiny_model
+from support.vllm import FakeVllm, fake_vllm
 
 PROMPT = np.arange(20, dtype=np.int32)
 LENGTH = 60  # tokens of every answer that nothing cuts short
 
 
-def local() -> Engine:
+async def local(request: pytest.FixtureRequest) -> Engine:
     return LocalEngine(tiny_model(), EngineConfig(num_blocks=128, page_size=8, max_batch_tokens=64))
 
 
-def scripted() -> Engine:
+async def scripted(request: pytest.FixtureRequest) -> Engine:
     return ScriptedEngine([Line(np.arange(LENGTH, dtype=np.int32), "length", fault="pace:0.002")] * 40)
 
 
-@pytest.fixture(params=[local, scripted], ids=lambda factory: factory.__name__)
+async def vllm(request: pytest.FixtureRequest) -> Engine:
+    server: FakeVllm = request.getfixturevalue("vllm_server")
+    server.play({"ids": list(range(LENGTH)), "finish_reason": "length", "pace_s": 0.002}, loop=True)
+    return await VllmEngine.connect(EngineConfig(kind="vllm", url=server.url))
+
+
+@pytest.fixture(scope="module")
+def vllm_server() -> Iterator[FakeVllm]:
+    with fake_vllm() as server:
+        yield server
+
+
+@pytest.fixture(params=[local, scripted, vllm], ids=lambda factory: factory.__name__)
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    factory: Callable[[], Engine] = request.param
-    engine = factory()
+    engine = await request.param(request)
     yield engine
     await engine.aclose()
+
+
+updatable = pytest.mark.parametrize("engine", [local, scripted], indirect=True)  # a vLLM server keeps its weights
 
 
 def asked(max_tokens: int = LENGTH) -> Generate:
@@ -77,10 +93,12 @@ async def test_a_closed_iterator_leaves_the_engine_serving(engine: Engine) -> No
 
 async def test_a_paused_engine_starts_nothing(engine: Engine) -> None:
     await engine.pause("finish")
+    assert engine.paused
     turn = asyncio.create_task(read(engine, asked(3)))
     await asyncio.sleep(0.05)
     assert not turn.done()
     await engine.resume()
+    assert not engine.paused
     assert (await turn)[-1].finish_reason == "length"
 
 
@@ -111,6 +129,7 @@ async def test_pausing_to_abort_ends_requests_with_what_they_had(engine: Engine)
     assert (await read(engine, asked(3)))[-1].finish_reason == "length"
 
 
+@updatable
 async def test_pausing_to_keep_freezes_a_request_and_its_version_becomes_a_span(engine: Engine) -> None:
     chunks: list[Chunk] = []
     started = asyncio.Event()
@@ -136,6 +155,7 @@ async def test_pausing_to_keep_freezes_a_request_and_its_version_becomes_a_span(
     assert sum(len(chunk.ids) for chunk in chunks) == LENGTH
 
 
+@updatable
 async def test_new_weights_have_their_version(engine: Engine) -> None:
     assert {chunk.version for chunk in await read(engine, asked(3))} == {0}
     await engine.update_weights(Weights(tiny_model()), version=5)

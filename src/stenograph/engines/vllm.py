@@ -1,0 +1,370 @@
+"""vLLM's own server as an engine: every prompt id that it echoes and every token that it sends is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any, cast
+
+import aiohttp
+import numpy as np
+import orjson
+
+from stenograph.config import EngineConfig
+from stenograph.engines.base import Capabilities, Chunk, Generate, PauseMode, WeightSource
+from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable
+from stenograph.types import FinishReason, Ids, Logprobs
+
+_PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}  # in vLLM's words
+_CONNECT_TIMEOUT_S = 10.0
+_ASK_TIMEOUT_S = 30.0  # for what the server answers without generating
+_DRAIN_TIMEOUT_S = 0.05
+_KEEP_ALIVE_S = 3.0  # vLLM closes an idle connection after 5; a request sent into that moment would fail
+_TOLD_CHARS = 1000
+
+
+class VllmEngine:
+    """Generates by `POST /v1/completions`, from ids to ids.
+
+    `rollout_logprobs` are what `engine.logprobs_mode` says the server was started with. Its weights are those that it
+    was started with, policy version 0. `pause`, `resume`, `sleep` and `wake` are addresses of its development mode.
+    """
+
+    def __init__(self, server: str, model: str, capabilities: Capabilities, session: aiohttp.ClientSession) -> None:
+        self.server = server
+        self.capabilities = capabilities
+        self._model = model
+        self._session = session
+        self._open: set[aiohttp.ClientResponse] = set()
+        self._paused = False
+
+    @classmethod
+    async def connect(cls, config: EngineConfig) -> VllmEngine:
+        """Ask the server what it serves, on the event loop that is to generate. Raises EngineError."""
+        assert config.url is not None  # the config's validator saw to it
+        server = config.url.rstrip("/").removesuffix("/v1")
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_TIMEOUT_S),  # a turn takes as long as it takes
+            read_bufsize=2**18,
+        )
+        try:
+            async with _answer(session, "GET", f"{server}/v1/models", timeout_s=_ASK_TIMEOUT_S) as response:
+                model, length = _served(await response.read())
+        except BaseException:
+            await session.close()
+            raise
+        lengths = [n for n in (config.context_length, length) if n is not None]
+        if not lengths:
+            await session.close()
+            raise EngineError(f"{server} does not tell its max_model_len; set engine.context_length")
+        capabilities = Capabilities(
+            context_length=min(lengths), logprobs_mode=config.logprobs_mode, constrained=True, seeded=True
+        )
+        return cls(server, model, capabilities, session)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
+        """Raises ContextOverflow, EngineUnavailable where nothing was generated, EngineError for any answer unsound."""
+        self._check_open()
+        body = self._body(request)
+        num_ids, echoed = 0, False
+        async with self._answered(body) as response:
+            async with aclosing(_events(response.content.iter_any())) as events:
+                async for data in events:
+                    if data == b"[DONE]":
+                        break
+                    choice = _choice(data)
+                    if choice is None:
+                        continue
+                    echoed = _check_echo(choice.get("prompt_token_ids"), request.ids, echoed)
+                    chunk = _chunk(choice)
+                    num_ids += len(chunk.ids)
+                    if chunk.finish_reason is not None:  # the turn is whole, whatever becomes of the connection
+                        await _drain(response)
+                        yield chunk
+                        return
+                    if len(chunk.ids):
+                        yield chunk
+        if not echoed:  # so vLLM answers a request that was aborted before its first token
+            raise EngineUnavailable("the engine ended its stream before the first token; try again", retry_after_s=1)
+        raise EngineError(f"the engine's stream ended after {num_ids} tokens without a finish reason")
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._paused = True  # requests wait on the server from here on
+        try:
+            await self._control(f"/pause?mode={_PAUSE_MODES[mode]}")
+        except EngineError:
+            self._paused = False
+            raise
+
+    async def resume(self) -> None:
+        await self._control("/resume")
+        self._paused = False
+
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        """A vLLM server cannot be given new weights: it serves those that it was started with."""
+        raise EngineError(
+            f"the weights of the vLLM server at {self.server} cannot be updated; "
+            'train with engine.kind = "local", or start a server anew on a checkpoint'
+        )
+
+    async def sleep(self) -> None:
+        """Let requests in flight end, then move the weights to the host's memory and drop the cache."""
+        await self.pause("finish")
+        await self._control("/sleep?level=1&mode=wait")
+
+    async def wake(self) -> None:
+        """Undo `sleep`, and resume."""
+        await self._control("/wake_up")
+        await self.resume()
+
+    async def health(self) -> None:
+        self._check_open()
+        try:
+            async with _answer(self._session, "GET", f"{self.server}/health", timeout_s=_ASK_TIMEOUT_S):
+                pass
+        except EngineUnavailable:
+            raise
+        except EngineError as e:
+            raise EngineUnavailable(str(e)) from e
+
+    async def aclose(self) -> None:
+        for response in self._open:  # closing the session alone would leave their readers waiting
+            response.close()
+        await self._session.close()
+
+    def _check_open(self) -> None:
+        if self._session.closed:
+            raise EngineUnavailable("the engine is closed")
+
+    def _body(self, request: Generate) -> bytes:
+        """Every sampling value is said: vLLM takes what is left out from the model's own generation config.
+
+        `stop` is not: the gateway cuts stop strings itself, on the text that the agent sees.
+        """
+        room = self.capabilities.context_length - len(request.ids)
+        if room < 1:
+            raise ContextOverflow(len(request.ids), self.capabilities.context_length)
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": np.ascontiguousarray(request.ids),
+            "max_tokens": min(sampling.max_tokens, room),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop_token_ids": list(request.stop_token_ids),
+            "logprobs": 0,  # the sampled token's alone
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "stream": True,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        if request.grammar is not None:
+            body["structured_outputs"] = {"json": dict(request.grammar)}
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    @asynccontextmanager
+    async def _answered(self, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with _answer(self._session, "POST", f"{self.server}/v1/completions", body) as response:
+            self._open.add(response)
+            try:
+                yield response
+            finally:
+                self._open.discard(response)
+
+    async def _control(self, path: str) -> None:
+        self._check_open()
+        try:
+            async with _answer(self._session, "POST", self.server + path):
+                pass
+        except EngineError as e:
+            if e.status != 404:
+                raise
+            needs = "VLLM_SERVER_DEV_MODE=1 in its environment, and for sleep with --enable-sleep-mode"
+            raise EngineError(f"{self.server} has no {path.partition('?')[0]}; start vLLM with {needs}") from e
+
+
+@asynccontextmanager
+async def _answer(
+    session: aiohttp.ClientSession, method: str, url: str, body: bytes | None = None, timeout_s: float | None = None
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """An answer of status 200, closed at the end, read out or not: that is how vLLM learns that nobody listens.
+
+    Raises EngineUnavailable where the server cannot be reached, EngineError for another status or a cut.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s, connect=_CONNECT_TIMEOUT_S)
+    headers = {"content-type": "application/json", "accept-encoding": "identity"}
+    try:
+        response = await session.request(
+            method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+        )
+    except (aiohttp.ClientError, OSError) as e:
+        told = f"the engine at {url} cannot be reached: {str(e) or type(e).__name__}; is its server running?"
+        raise EngineUnavailable(told) from e
+    try:
+        if response.status != 200:
+            raise _refusal(response, await response.content.read(2**16))
+        yield response
+    except (aiohttp.ClientError, OSError) as e:
+        raise EngineError(f"the engine's answer was cut short: {str(e) or type(e).__name__}") from e
+    finally:
+        response.close()
+
+
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The data of each event, one line each. Lines are cut anywhere and of any length: they are joined once."""
+    held: list[bytes] = []
+    async for piece in pieces:
+        *lines, rest = piece.split(b"\n")
+        for line in lines:
+            whole = b"".join((*held, line))
+            held.clear()
+            if whole.startswith(b"data:"):
+                yield whole[5:].strip()
+        if rest:
+            held.append(rest)
+
+
+async def _drain(response: aiohttp.ClientResponse) -> None:
+    """Read what follows the last token, so that the connection can serve again; where that takes long, it closes."""
+    with suppress(aiohttp.ClientError, OSError):
+        async with asyncio.timeout(_DRAIN_TIMEOUT_S):
+            async for _ in response.content.iter_any():
+                pass
+
+
+def _choice(data: bytes) -> dict[str, Any] | None:
+    """The one choice of an event; None where it has none (usage)."""
+    match _json(data):
+        case {"error": error} if error is not None:
+            raise _told(error)
+        case {"object": "error"} as error:
+            raise _told(error)
+        case {"choices": []}:
+            return None
+        case {"choices": [{"index": 0} as choice]}:
+            return choice
+    raise EngineError(f"the engine sent an event without a choice: {_quoted(data)}")
+
+
+def _check_echo(echo: Any, sent: Ids, echoed: bool) -> bool:
+    """True once the engine has said which prompt it works on. Raises EngineError unless that is the one sent."""
+    if echo is None:
+        if not echoed:
+            raise EngineError("the engine did not echo the prompt; vLLM must be 0.10.2 or later (return_token_ids)")
+        return True
+    try:
+        ids = np.asarray(echo)
+    except (ValueError, OverflowError):  # lists within the list; a number past 64 bits
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise EngineError("the engine's prompt_token_ids are no list of ids; is it a vLLM server?")
+    if len(ids) != len(sent):
+        raise EngineError(f"the engine echoed {len(ids)} prompt tokens, {len(sent)} were sent; does a proxy edit them?")
+    if len(differ := np.flatnonzero(ids != sent)):
+        at = int(differ[0])
+        raise EngineError(f"the engine echoed another prompt: token {at} is {ids[at]}, {sent[at]} was sent")
+    return True
+
+
+def _chunk(choice: dict[str, Any]) -> Chunk:
+    ids = _ids(choice.get("token_ids"))
+    logprobs = choice.get("logprobs")
+    if logprobs is not None and not isinstance(logprobs, dict):
+        raise EngineError(f"the engine sent logprobs that are no object: {_quoted(logprobs)}")
+    numbers = _logprobs((logprobs or {}).get("token_logprobs", []))
+    if len(ids) != len(numbers):
+        raise EngineError(f"the engine sent {len(numbers)} logprobs for {len(ids)} tokens; is it a vLLM server?")
+    finish_reason = choice.get("finish_reason")
+    if finish_reason not in (None, "stop", "length", "abort"):
+        raise EngineError(f"the engine finished for a reason unknown here: {_quoted(finish_reason)}")
+    return Chunk(ids, numbers, 0, cast("FinishReason | None", finish_reason))
+
+
+def _ids(values: Any) -> Ids:
+    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < 2**31 for v in values):
+        raise EngineError(f"the engine sent token_ids that are no list of ids: {_quoted(values)}")
+    return np.array(values, np.int32)
+
+
+def _logprobs(values: Any) -> Logprobs:
+    limit = float(np.finfo(np.float32).max)
+    if not isinstance(values, list) or not all(type(v) in (float, int) and abs(v) <= limit for v in values):
+        raise EngineError(f"the engine sent a logprob that is no number: {_quoted(values)}")
+    return np.array(values, np.float32)
+
+
+def _served(data: bytes) -> tuple[str, int | None]:
+    """The name that the server gives its model, and its longest context where it tells; adapters have a parent."""
+    match _json(data):
+        case {"data": list() as cards}:
+            for card in cards:
+                match card:
+                    case {"id": str(name)} if card.get("parent") is None:
+                        length = card.get("max_model_len")
+                        return name, length if type(length) is int and length > 0 else None
+    raise EngineError(f"the engine's /v1/models names no model: {_quoted(data)}; is it a vLLM server?")
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as e:
+        raise EngineError(f"the engine's answer cannot be read: {e}, got {_quoted(data)}") from e
+
+
+def _refusal(response: aiohttp.ClientResponse, body: bytes) -> EngineError:
+    """What a status other than 200 means. Ours to tell are 4xx and 5xx; anything else is a fault of the engine."""
+    status = response.status if 400 <= response.status < 600 else 502
+    retry_after_s = _seconds(response.headers.get("retry-after"))
+    message = f"the engine answered {response.status}: {_message(body)}"
+    if status == 503:
+        return EngineUnavailable(message, retry_after_s=retry_after_s)
+    return EngineError(message, status=status, retry_after_s=retry_after_s)
+
+
+def _told(error: Any) -> EngineError:
+    """An error in a stream that had begun; `code` is the status that it would have had."""
+    code = error.get("code") if isinstance(error, dict) else None
+    status = code if type(code) is int and 400 <= code < 600 else 500
+    return EngineError(f"the engine failed: {_message(orjson.dumps(error))}", status=status)
+
+
+def _message(body: bytes) -> str:
+    """The words of an error body, in whichever of the shapes that servers use, on one line."""
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        said = body.decode(errors="replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(said, dict) and said.get(name):
+            said = said[name]
+    text = said if isinstance(said, str) else orjson.dumps(said).decode()
+    return " ".join(text.split())[:_TOLD_CHARS] or "nothing"
+
+
+def _seconds(text: str | None) -> float | None:
+    """Retry-After in seconds; its other form, a date, is left to the client's own pace."""
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
+
+def _quoted(value: object) -> str:
+    text = value.decode(errors="replace") if isinstance(value, bytes) else repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."

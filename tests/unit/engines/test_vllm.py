@@ -1,0 +1,434 @@
+"""A turn from vLLM's server is exact or an error; whoever stops listening is gone from the server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stenograph.config import EngineConfig
+from stenograph.engines.base import Chunk, Generate
+from stenograph.engines.vllm import VllmEngine, _events
+from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable
+from stenograph.types import Sampling
+from support.models import Weights, tiny_model
+from support.vllm import FakeVllm, fake_vllm
+
+PROMPT = np.array([5, 0, 2**31 - 1, 7], np.int32)
+CONTEXT = 200_000
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeVllm]:
+    with fake_vllm("--max-model-len", str(CONTEXT)) as server:
+        yield server
+
+
+@pytest.fixture
+async def engine(server: FakeVllm) -> AsyncIterator[VllmEngine]:
+    server.play()
+    engine = await VllmEngine.connect(EngineConfig(kind="vllm", url=server.url))
+    yield engine
+    connector = engine._session.connector
+    assert connector is None or not connector._acquired  # no request has kept its connection
+    await engine.aclose()
+    assert len(asyncio.all_tasks()) == 1
+
+
+def asked(ids: np.ndarray = PROMPT, **sampling: Any) -> Generate:
+    return Generate(ids, Sampling(**sampling), session="s", stop_token_ids=(3, 4))
+
+
+async def read(engine: VllmEngine, request: Generate | None = None) -> list[Chunk]:
+    async with asyncio.timeout(20):
+        return [chunk async for chunk in engine.generate(request or asked())]
+
+
+async def refused(engine: VllmEngine) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        await read(engine)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def joined(chunks: list[Chunk]) -> tuple[list[int], list[float]]:
+    return [id for chunk in chunks for id in chunk.ids.tolist()], [x for c in chunks for x in c.logprobs.tolist()]
+
+
+# What is asked
+
+
+async def test_every_sampling_value_is_said(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": [1]})
+    await read(engine)
+    (request,) = server.seen()
+    assert request["body"] == {
+        "model": "tiny",
+        "prompt": PROMPT.tolist(),
+        "max_tokens": 1024,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": [3, 4],
+        "logprobs": 0,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "stream": True,
+    }
+
+
+async def test_a_seed_and_a_grammar_are_said_where_there_are_any(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": [1]})
+    sampling = Sampling(temperature=0.5, top_k=7, min_p=0.1, seed=11, stop=("the gateway's",), constrained=True)
+    schema = {"type": "object"}
+    await read(engine, Generate(PROMPT, sampling, session="s", grammar=schema))
+    body = server.seen()[0]["body"]
+    assert (body["temperature"], body["top_k"], body["min_p"], body["seed"]) == (0.5, 7, 0.1, 11)
+    assert body["structured_outputs"] == {"json": schema}
+    assert "stop" not in body
+
+
+async def test_output_is_clamped_to_the_context_that_is_left(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": [1]})
+    await read(engine, asked(max_tokens=10**9))
+    assert server.seen()[0]["body"]["max_tokens"] == CONTEXT - len(PROMPT)
+
+
+async def test_a_prompt_without_room_is_overflow_by_arithmetic(engine: VllmEngine, server: FakeVllm) -> None:
+    with pytest.raises(ContextOverflow) as caught:
+        await read(engine, asked(np.zeros(CONTEXT, np.int32)))
+    assert (caught.value.num_tokens, caught.value.limit, caught.value.status) == (CONTEXT, CONTEXT, 400)
+    assert server.seen() == []
+    server.play({"ids": [1, 2]})
+    chunks = await read(engine, asked(np.zeros(CONTEXT - 1, np.int32)))
+    assert (joined(chunks)[0], chunks[-1].finish_reason) == ([1], "length")
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("per_event", [1, 3, 100])
+@pytest.mark.parametrize("finish_reason", ["stop", "length", "abort"])
+async def test_a_turn_is_what_was_sampled(
+    engine: VllmEngine, server: FakeVllm, per_event: int, finish_reason: str
+) -> None:
+    ids, logprobs = [0, 1, 2**31 - 1, 4, 4, 6, 7], [0.0, -1.5, -9999.0, -0.25, -1, -2.5, -3.5]
+    server.play({"ids": ids, "logprobs": logprobs, "finish_reason": finish_reason, "per_event": per_event})
+    chunks = await read(engine)
+    assert joined(chunks) == (ids, logprobs)
+    assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + [finish_reason]
+    assert all(c.ids.dtype == np.int32 and c.logprobs.dtype == np.float32 and c.version == 0 for c in chunks)
+
+
+async def test_a_turn_may_have_no_tokens(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": []})
+    chunks = await read(engine)
+    assert joined(chunks) == ([], [])
+    assert [c.finish_reason for c in chunks] == ["stop"]
+
+
+async def test_events_arrive_in_any_pieces(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": [1, 2, 3], "piece": 1})
+    assert joined(await read(engine))[0] == [1, 2, 3]
+
+
+@given(
+    texts=st.lists(st.binary(max_size=20).filter(lambda t: not set(t) & set(b"\r\n") and t == t.strip()), max_size=5),
+    cuts=st.sets(st.integers(0, 200)),
+    end=st.sampled_from([b"\n", b"\r\n"]),
+)
+def test_events_are_joined_whatever_the_pieces(texts: list[bytes], cuts: set[int], end: bytes) -> None:
+    stream = b": comment" + end * 2 + b"".join(b"data: " + text + end + b"event: x" + end * 2 for text in texts)
+    at = [0, *sorted(cut for cut in cuts if cut < len(stream)), len(stream)]
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for a, b in pairwise(at):
+            yield stream[a:b]
+
+    async def collect() -> list[bytes]:
+        return [data async for data in _events(pieces())]
+
+    assert asyncio.run(collect()) == texts
+
+
+async def test_a_prompt_of_128k_ids_is_compared_to_the_last(engine: VllmEngine, server: FakeVllm) -> None:
+    prompt = np.arange(131_072, dtype=np.int32)
+    server.play({"ids": [1, 2]}, {"ids": [1, 2], "echo": "other"})
+    assert joined(await read(engine, asked(prompt)))[0] == [1, 2]
+    with pytest.raises(EngineError, match="token 131071 is 131072, 131071 was sent"):
+        await read(engine, asked(prompt))
+
+
+async def test_usage_and_comments_are_passed_over(engine: VllmEngine, server: FakeVllm) -> None:
+    event = '{"choices":[{"index":0,"token_ids":[9],"logprobs":{"token_logprobs":[-1]},"finish_reason":"stop"}]}'
+    server.play({"ids": [1, 2], "fault": "data", "data": ['{"choices":[],"usage":{}}', event]})
+    assert joined(await read(engine))[0] == [1, 9]
+
+
+@pytest.mark.parametrize("fault", ["no_done", "open"])
+async def test_a_finished_turn_is_whole_whatever_the_connection_does(
+    engine: VllmEngine, server: FakeVllm, fault: str
+) -> None:
+    server.play({"ids": [1, 2], "fault": fault}, {"ids": [3]})
+    assert joined(await read(engine))[0] == [1, 2]
+    assert joined(await read(engine))[0] == [3]
+
+
+# An echo that is not the prompt
+
+
+@pytest.mark.parametrize(
+    ("echo", "told"),
+    [
+        ("missing", "did not echo the prompt"),
+        ("short", "echoed 3 prompt tokens, 4 were sent"),
+        ("other", "token 3 is 8, 7 was sent"),
+        ([], "echoed 0 prompt tokens, 4 were sent"),
+        ([5, 0, 2**31 - 1, None], "no list of ids"),
+        ([5, 0, 2**31 - 1, 7.0], "no list of ids"),
+        ([5, [0], 2**31 - 1, 7], "no list of ids"),
+        ([[5, 0, 2**31 - 1, 7]], "no list of ids"),
+        ([5, 0, 2**31 - 1, 2**32 + 7], "token 3 is 4294967303, 7 was sent"),
+        (7, "no list of ids"),
+        ("5 0 7", "no list of ids"),
+        ({"0": 5}, "no list of ids"),
+    ],
+)
+async def test_a_wrong_echo_is_an_error(engine: VllmEngine, server: FakeVllm, echo: object, told: str) -> None:
+    server.play({"ids": [1, 2], "echo": echo})
+    assert told in str(await refused(engine))
+
+
+# Answers that cannot be recorded truly
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"fault": "counts"}, "0 logprobs for 1 tokens"),
+        ({"logprobs": [-1, None, -1]}, r"no number: \[None\]"),
+        ({"logprobs": [-1, float("nan"), -1]}, "cannot be read"),
+        ({"logprobs": [-1, float("-inf"), -1]}, "cannot be read"),
+        ({"logprobs": [-1, -1e300, -1]}, "no number"),
+        ({"logprobs": [-1, "-1", -1]}, "no number"),
+        ({"logprobs": [-1, True, -1]}, "no number"),
+        ({"ids": [1, "2", 3]}, r"no list of ids: \['2'\]"),
+        ({"ids": [1, 2.0, 3]}, "no list of ids"),
+        ({"ids": [1, True, 3]}, "no list of ids"),
+        ({"ids": [1, -1, 3]}, "no list of ids"),
+        ({"ids": [1, 2**31, 3]}, "no list of ids"),
+        ({"ids": [1, None, 3]}, "no list of ids"),
+        ({"finish_reason": "error"}, "unknown here: 'error'"),
+        ({"finish_reason": 1}, "unknown here: 1"),
+        ({"fault": "close"}, "ended after 2 tokens without a finish"),
+        ({"fault": "data", "data": []}, "ended after 2 tokens without a finish"),
+        ({"fault": "cut"}, "cut short"),
+        ({"fault": "reset"}, "cut short"),
+        ({"fault": "data", "data": ["{"]}, "cannot be read"),
+        ({"fault": "data", "data": [""]}, "cannot be read"),
+        ({"fault": "data", "data": ["3"]}, "without a choice: 3"),
+        ({"fault": "data", "data": ["{}"]}, "without a choice"),
+        ({"fault": "data", "data": ['{"choices":{}}']}, "without a choice"),
+        ({"fault": "data", "data": ['{"choices":[3]}']}, "without a choice"),
+        ({"fault": "data", "data": ['{"choices":[{"index":1}]}']}, "without a choice"),
+        ({"fault": "data", "data": ['{"choices":[{"index":0},{"index":1}]}']}, "without a choice"),
+        ({"fault": "data", "data": ['{"choices":[{"index":0}]}']}, "no list of ids: None"),
+        ({"fault": "data", "data": ['{"choices":[{"index":0,"token_ids":[1]}]}']}, "0 logprobs for 1 tokens"),
+        ({"fault": "data", "data": ['{"choices":[{"index":0,"token_ids":[1],"logprobs":[]}]}']}, "no object"),
+        ({"fault": "error"}, "the engine failed: EngineCore encountered an issue"),
+        ({"fault": "data", "data": ['{"error":"odd"}']}, "the engine failed: odd"),
+        ({"fault": "data", "data": ['{"object":"error","message":"old","code":400}']}, "the engine failed: old"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_an_unsound_answer_is_an_error(
+    engine: VllmEngine, server: FakeVllm, line: dict[str, Any], told: str
+) -> None:
+    server.play({"ids": [1, 2, 3], **line}, {"ids": [4]})
+    with pytest.raises(EngineError, match=told) as caught:
+        await read(engine)
+    assert "\n" not in str(caught.value)
+    assert joined(await read(engine))[0] == [4]
+
+
+async def test_an_answer_without_any_token_may_be_tried_again(engine: VllmEngine, server: FakeVllm) -> None:
+    """What vLLM sends where a request is aborted while it waits."""
+    server.play({"ids": [], "fault": "status", "status": 200, "body": "data: [DONE]\n\n"})
+    error = await refused(engine)
+    assert (type(error), error.retry_after_s) == (EngineUnavailable, 1)
+
+
+async def test_an_error_in_the_stream_has_the_status_it_would_have_had(engine: VllmEngine, server: FakeVllm) -> None:
+    for code, status in [(400, 400), (503, 503), (200, 500), ("x", 500), (None, 500)]:
+        event = f'{{"error":{{"message":"no","code":{str(code).lower() if code is None else repr(code)}}}}}'
+        server.play({"ids": [1, 2], "fault": "data", "data": [event.replace("'", '"').replace("none", "null")]})
+        assert (await refused(engine)).status == status
+
+
+# Statuses
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "expected"),
+    [
+        (400, {}, {"error": {"message": "top_k is\nodd", "code": 400}}, (EngineError, 400, None, "400: top_k is odd")),
+        (404, {}, {"object": "error", "message": "no model"}, (EngineError, 404, None, "404: no model")),
+        (422, {}, {"detail": [{"msg": "x"}]}, (EngineError, 422, None, '422: [{"msg":"x"}]')),
+        (429, {"retry-after": "7"}, {"error": "busy"}, (EngineError, 429, 7.0, "429: busy")),
+        (503, {"retry-after": "1.5"}, "", (EngineUnavailable, 503, 1.5, "503: nothing")),
+        (503, {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, "x", (EngineUnavailable, 503, None, "503: x")),
+        (429, {"retry-after": "inf"}, "x", (EngineError, 429, None, "429: x")),
+        (500, {}, "<html>oh</html>", (EngineError, 500, None, "500: <html>oh</html>")),
+        (502, {}, "", (EngineError, 502, None, "502: nothing")),
+        (307, {"location": "http://127.0.0.1:9/"}, "", (EngineError, 502, None, "307: nothing")),
+        (204, {}, "", (EngineError, 502, None, "204: nothing")),
+    ],
+)
+async def test_a_status_keeps_its_meaning(
+    engine: VllmEngine, server: FakeVllm, status: int, headers: dict[str, str], body: object, expected: tuple
+) -> None:
+    server.play({"ids": [], "fault": "status", "status": status, "headers": headers, "body": body}, {"ids": [4]})
+    error = await refused(engine)
+    assert (type(error), error.status, error.retry_after_s) == expected[:3]
+    assert str(error) == "the engine answered " + expected[3]
+    assert joined(await read(engine))[0] == [4]
+
+
+async def test_a_long_error_is_cut(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": [], "fault": "status", "status": 400, "body": "x" * 10**6})
+    assert len(str(await refused(engine))) < 2000
+
+
+# Who is not there, and who leaves
+
+
+async def test_nobody_listens() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, and never listening
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(EngineUnavailable, match="cannot be reached"):
+            await VllmEngine.connect(EngineConfig(kind="vllm", url=url))
+
+
+async def test_a_server_that_dies_is_unavailable() -> None:
+    with fake_vllm() as server:
+        engine = await VllmEngine.connect(EngineConfig(kind="vllm", url=server.url))
+    try:
+        assert (await refused(engine)).status == 503
+        with pytest.raises(EngineUnavailable):
+            await engine.health()
+    finally:
+        await engine.aclose()
+
+
+async def test_a_server_that_hangs_can_be_left(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": [1], "fault": "hang"})
+    turn = asyncio.create_task(read(engine))
+    while not server.seen():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    await server.left()
+
+
+async def test_a_closed_iterator_ends_the_request_on_the_server(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": list(range(100)), "pace_s": 0.05}, {"ids": [1]})
+    async with aclosing(engine.generate(asked())) as chunks:
+        async for _ in chunks:
+            break
+    await server.left()
+    assert joined(await read(engine))[0] == [1]
+
+
+async def test_a_cancelled_reader_ends_the_request_on_the_server(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": list(range(100)), "pace_s": 0.05})
+    turn = asyncio.create_task(read(engine))
+    await asyncio.sleep(0.12)
+    turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    await server.left()
+
+
+async def test_a_slow_server_is_waited_for(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": [1, 2], "delay_s": 0.3, "pace_s": 0.1})
+    assert joined(await read(engine))[0] == [1, 2]
+
+
+async def test_a_connection_serves_again(engine: VllmEngine, server: FakeVllm) -> None:
+    server.play({"ids": [1]}, loop=True)
+    opened = engine._session.connector
+    assert opened is not None
+    for _ in range(5):
+        await read(engine)
+        assert len(opened._conns) == 1
+        assert sum(map(len, opened._conns.values())) == 1
+
+
+@pytest.mark.parametrize("line", [{"ids": list(range(100)), "pace_s": 0.05}, {"ids": [1], "fault": "hang"}])
+async def test_closing_ends_what_is_in_flight(engine: VllmEngine, server: FakeVllm, line: dict[str, Any]) -> None:
+    server.play(line)
+    turn = asyncio.create_task(read(engine))
+    await asyncio.sleep(0.12)
+    await engine.aclose()
+    with pytest.raises(EngineError):
+        await turn
+    await server.left()
+    with pytest.raises(EngineUnavailable, match="closed"):
+        await read(engine)
+
+
+# What a server can and cannot
+
+
+async def test_the_server_says_what_it_serves(server: FakeVllm) -> None:
+    for given_length, length in [(None, CONTEXT), (1000, 1000), (CONTEXT + 1, CONTEXT)]:
+        config = EngineConfig(
+            kind="vllm", url=server.url + "/v1/", context_length=given_length, logprobs_mode="processed"
+        )
+        engine = await VllmEngine.connect(config)
+        await engine.aclose()
+        can = engine.capabilities
+        assert (engine.server, can.context_length, can.logprobs_mode) == (server.url, length, "processed")
+        assert (can.constrained, can.seeded, can.experts, can.live_weights) == (True, True, False, False)
+
+
+async def test_weights_stay(engine: VllmEngine) -> None:
+    with pytest.raises(EngineError, match=r'cannot be updated; train with engine\.kind = "local"'):
+        await engine.update_weights(Weights(tiny_model()), version=1)
+
+
+async def test_a_sleeping_server_is_unavailable(engine: VllmEngine) -> None:
+    await engine.health()
+    await engine.sleep()
+    assert engine.paused
+    with pytest.raises(EngineUnavailable):
+        await engine.health()
+    await engine.wake()
+    assert not engine.paused
+    await engine.health()
+
+
+async def test_pause_says_how_and_what_it_needs(engine: VllmEngine, server: FakeVllm) -> None:
+    for mode in ("finish", "abort", "keep"):
+        await engine.pause(mode)
+        await engine.resume()
+    assert [request["query"] for request in server.seen("/pause")] == ["mode=wait", "mode=abort", "mode=keep"]
+    engine.server = server.url + "/production"
+    with pytest.raises(EngineError, match=r"has no /pause; start vLLM with VLLM_SERVER_DEV_MODE=1"):
+        await engine.pause("finish")
+    assert not engine.paused
