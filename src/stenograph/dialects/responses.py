@@ -165,14 +165,14 @@ class ResponsesWriter:
     _output: list[dict[str, Any]] = field(default_factory=list)  # items that are done
     _num_events: int = 0
     _reasoning: list[str] = field(default_factory=list)
-    _content: list[str] = field(default_factory=list)
+    _begun: bool = False  # whether the message item is
     _late: list[str] = field(default_factory=list)  # reasoning that came when the message had begun
 
     def whole(self, answered: Sequence[Answered]) -> bytes:
         one = answered[0]
         output = [self._reasoning_item(0, one.shown.reasoning)] if one.shown.reasoning else []
-        if self._says(one):
-            output.append(self._message_item(one, one.shown.content))
+        if _says(one):
+            output.append(self._message_item(one))
         output += [self._call_item(n, call) for n, call in enumerate(one.shown.tool_calls)]
         return orjson.dumps(self._ended(one, output))
 
@@ -182,7 +182,7 @@ class ResponsesWriter:
 
     def delta(self, choice: int, content: str, reasoning: str) -> bytes:
         events = []
-        if reasoning and self._content:
+        if reasoning and self._begun:
             self._late.append(reasoning)
         elif reasoning:
             if not self._reasoning:
@@ -190,9 +190,8 @@ class ResponsesWriter:
             self._reasoning.append(reasoning)
             events.append(self._summary_delta(0, reasoning))
         if content:
-            if not self._content:
+            if not self._begun:
                 events += self._end_reasoning(0, self._reasoning) + self._begin_message()
-            self._content.append(content)
             delta = {"content_index": 0, "delta": content, "logprobs": []}
             events.append(self._item_event("output_text.delta", f"msg_{self.name}", **delta))
         return b"".join(events)
@@ -200,11 +199,11 @@ class ResponsesWriter:
     def end(self, answered: Sequence[Answered]) -> bytes:
         one = answered[0]
         events = []
-        if not self._content:
+        if not self._begun:
             events += self._end_reasoning(0, self._reasoning)
-            events += self._begin_message() if self._says(one) else []
-        if self._says(one):
-            events += self._end_message(one, "".join(self._content))
+        if _says(one):
+            events += [] if self._begun else self._begin_message()
+            events += self._end_message(one)
         if self._late:
             events += [*self._begin_reasoning(1), self._summary_delta(1, "".join(self._late))]
             events += self._end_reasoning(1, self._late)
@@ -245,10 +244,6 @@ class ResponsesWriter:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         return response
 
-    def _says(self, one: Answered) -> bool:
-        """Whether there is a message item; a turn that wrote nothing at all says an empty one."""
-        return bool(one.shown.content) or not (one.shown.reasoning or one.shown.tool_calls)
-
     # --- its items -------------------------------------------------------------------------------------------
 
     def _reasoning_id(self, index: int) -> str:
@@ -259,9 +254,9 @@ class ResponsesWriter:
             self._reasoning_id(index), text, seal(self.name, text) if self.request.encrypted else None
         )
 
-    def _message_item(self, one: Answered, text: str) -> dict[str, Any]:
+    def _message_item(self, one: Answered) -> dict[str, Any]:
         logprobs = logprob_rows(one.turn, self.decode) if self.request.logprobs else []
-        return message_item(f"msg_{self.name}", _status(one), [text_part(text, logprobs)])
+        return message_item(f"msg_{self.name}", _status(one), [text_part(one.shown.content, logprobs)])
 
     def _call_item(self, index: int, call: ToolCall) -> dict[str, Any]:
         return call_item(self.name, index, call, self.request.callees.get(call.name, Callee(call.name)))
@@ -291,16 +286,17 @@ class ResponsesWriter:
         ]
 
     def _begin_message(self) -> list[bytes]:
+        self._begun = True
         item_id = f"msg_{self.name}"
         return [
             self._added(message_item(item_id, "in_progress", [])),
             self._item_event("content_part.added", item_id, content_index=0, part=text_part("", [])),
         ]
 
-    def _end_message(self, one: Answered, text: str) -> list[bytes]:
-        item = self._message_item(one, text)
+    def _end_message(self, one: Answered) -> list[bytes]:
+        item = self._message_item(one)
         part = item["content"][0]
-        done = {"content_index": 0, "text": text, "logprobs": part["logprobs"]}
+        done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
         return [
             self._item_event("output_text.done", item["id"], **done),
             self._item_event("content_part.done", item["id"], content_index=0, part=part),
@@ -332,6 +328,11 @@ class ResponsesWriter:
         payload = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
+
+
+def _says(one: Answered) -> bool:
+    """Whether there is a message item; a turn that wrote nothing at all says an empty one."""
+    return bool(one.shown.content) or not (one.shown.reasoning or one.shown.tool_calls)
 
 
 def _status(one: Answered) -> str:
