@@ -152,6 +152,7 @@ def test_sampling_format_and_session() -> None:
     assert not read(thinking={"type": "enabled", "budget_tokens": 2000}).hide_thinking
     assert read(output_format=wanted).grammar == schema
     assert read(session_id="somebody's").session is None
+    assert read(top_k=-1).asked["top_k"] == 0
 
 
 def test_counting_needs_no_limit() -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograph.dialects import messages
-from stenograph.dialects.base import Answered
+from stenograph.dialects.base import KEEP_ALIVE, Answered
 from stenograph.dialects.messages import MessagesRequest
 from stenograph.errors import EngineError
 from stenograph.types import Message, Reply, ToolCall
@@ -52,7 +52,8 @@ class Gateway:
         writer = asked.writer("ab", 0, lambda ids: "")
         if not asked.stream:
             return httpx2.Response(200, headers={"content-type": "application/json"}, content=writer.whole([self.one]))
-        events = [writer.begin(3), *(writer.delta(0, *delta) for delta in self.deltas), writer.end([self.one])]
+        begun, deltas = writer.begin(3), [writer.delta(0, *delta) for delta in self.deltas]
+        events = [begun, KEEP_ALIVE, *deltas, KEEP_ALIVE, writer.end([self.one])]
         return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=b"".join(events))
 
     def ask(self, *said: Any, stream: bool, hide: bool = False) -> Told:
