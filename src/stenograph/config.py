@@ -45,6 +45,7 @@ class EngineConfig(Section):
     weights: Literal["shared", "copy"] = "shared"  # shared: the trained module itself, paused while it trains
     dtype: Dtype | None = None  # of a copy; default: model.dtype
     context_length: PositiveInt | None = None  # default: the model's own
+    experts: bool = False  # routed experts are recorded; a turn that lacks them is refused
     num_blocks: PositiveInt = 512
     page_size: PositiveInt = 32
     max_batch_tokens: PositiveInt = 512
@@ -65,6 +66,12 @@ class GatewayConfig(Section):
     require_keys: bool = True
     seal_timeout_s: Positive = 30.0
     session_ttl_s: Positive = 24 * 3600.0
+    session_max_turns: PositiveInt | None = None
+    session_max_tokens: PositiveInt | None = None  # sampled
+    idle_timeout_s: Positive = 600.0  # without a token from the engine, paused or not
+    keep_alive_s: Positive = 15.0  # between comments in a stream that has nothing to say
+    on_disconnect: Literal["commit", "abort"] = "commit"  # what becomes of a turn whose client goes away
+    disconnect_timeout_s: Positive = 600.0  # commit: how long it may go on
 
 
 class SamplingValues(Section):

@@ -83,15 +83,22 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a request says, free of its protocol."""
+    """What a request says, free of its protocol.
+
+    `continues`: the last message is an assistant's, to be gone on with rather than answered (a prefill).
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample, every value explicit. top_k 0 and top_p 1 are full support; seed None leaves it to the engine."""
+    """How to sample, every value explicit. top_k 0 and top_p 1 are full support; seed None leaves it to the engine.
+
+    `constrained`: a grammar decided which tokens were possible.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -103,6 +110,7 @@ class Sampling:
     max_tokens: int = 1024
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,8 @@ class Reply:
 class Turn:
     """One recorded call, as a difference to the turn that it continues.
 
-    `context_ids` and `messages` are what came after that turn (everything, where it continues none).
+    `context_ids` and `messages` are what came after that turn (everything, where it continues none). Where the agent
+    had begun the reply itself (a prefill), its tokens are context, and `reply` is both as one text.
     `versions` are spans (start offset in output_ids, policy version); the first starts at 0.
     """
 
@@ -139,6 +148,8 @@ class Turn:
     reply: Reply
     role: str = "main"
     notes: tuple[str, ...] = ()
+    stopped_by: str | None = None  # the stop string that ended the visible text
+    experts: NDArray[np.integer] | None = None  # [output tokens, layers, experts per token], as routed
     started_s: float = 0.0  # Unix time
     seconds: float = 0.0
 

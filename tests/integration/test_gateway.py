@@ -326,7 +326,7 @@ BAD_BODIES: list[tuple[bytes, str]] = [
     (b'{"messages": [{"role": "robot", "content": ""}]}', "messages[0].role"),
     (b'{"messages": [{"role": "user", "content": 3}]}', "messages[0].content"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "images"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "n": 2}', "n:"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "n": 129}', "n:"),
     (b'{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}', "temperature"),
     (b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', "tool_choice"),
     (

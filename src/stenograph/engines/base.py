@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stenograph.types import FinishReason, Ids, Logprobs, LogprobsMode, Sampling
 
@@ -28,13 +31,17 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """One request. `session` groups requests that share a prefix (and selects the scripted engine's cursor)."""
+    """One request. `session` groups requests that share a prefix (and selects the scripted engine's cursor).
+
+    `grammar` is a JSON schema that the text must follow; only for an engine that is `constrained`.
+    """
 
     ids: Ids  # [prompt tokens]
     sampling: Sampling
     session: str
     stop_token_ids: tuple[int, ...] = ()
     last_message: str = ""
+    grammar: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,7 @@ class Chunk:
     logprobs: Logprobs
     version: int
     finish_reason: FinishReason | None = None
+    experts: NDArray[np.integer] | None = None  # [tokens, layers, experts per token]
 
 
 class WeightSource(Protocol):
@@ -58,6 +66,16 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> Capabilities: ...
+
+    @property
+    def server(self) -> str | None:
+        """Address of the engine's own HTTP server; None where it has none."""
+        ...
+
+    @property
+    def paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        ...
 
     def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]: ...
 

@@ -64,6 +64,14 @@ class LocalEngine:
             live_weights=True,
         )
 
+    @property
+    def server(self) -> None:
+        return None
+
+    @property
+    def paused(self) -> bool:
+        return not self._open
+
     async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
         """Raises RequestError for sampling that is not supported, ContextOverflow, EngineError, EngineUnavailable."""
         flight = _Flight(self._job(request), asyncio.get_running_loop())

@@ -64,6 +64,14 @@ class ScriptedEngine:
         self._idle.set()
         self._aborted = asyncio.Event()
 
+    @property
+    def server(self) -> None:
+        return None
+
+    @property
+    def paused(self) -> bool:
+        return not self._running.is_set()
+
     async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
         await self._running.wait()
         line = self._next(request)

@@ -13,13 +13,14 @@ import orjson
 from aiohttp import web
 
 from stenograph.config import Config
-from stenograph.dialects import chat
+from stenograph.dialects import chat, messages, responses
+from stenograph.dialects.base import SESSION_PREFIX, Dialect, own_session
 from stenograph.engines.base import Engine
 from stenograph.errors import ConfigError, RequestError, StenographError
 from stenograph.gateway import paths
 from stenograph.gateway.admin import SessionRoutes
-from stenograph.gateway.chat import ChatRoute
-from stenograph.gateway.sessions import PREFIX, Sessions
+from stenograph.gateway.answers import Answers
+from stenograph.gateway.sessions import Session, Sessions
 from stenograph.gateway.turns import Turns
 from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
@@ -46,8 +47,8 @@ class Gateway:
             require_keys=settings.require_keys,
             ttl_s=settings.session_ttl_s,
         )
-        turns = Turns(self.engine, self.rendering, self.store, self.config.sampling)
-        self._chat = ChatRoute(turns)
+        self._turns = Turns(self.engine, self.rendering, self.store, self.config)
+        self._answers = Answers(self._turns, self.store, self.config)
         self._admin = SessionRoutes(self.sessions, settings.seal_timeout_s)
         self._runner: web.AppRunner | None = None
         self._expiry: asyncio.Task[None] | None = None
@@ -58,7 +59,7 @@ class Gateway:
         settings = self.config.gateway
         app = web.Application(client_max_size=settings.max_body_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, settings.host, settings.port)
         try:
@@ -91,22 +92,23 @@ class Gateway:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         target = paths.read(request.raw_path)
+        dialect = _dialect(target.path, request)
         is_admin_address = target.session is None and target.path.split("/")[1] == "sessions"
         try:
             if is_admin_address:
                 return await self._admin.handle(request, target.path, _key(request))
-            return await self._route(request, target)
+            return await self._route(request, target, dialect)
         except (web.RequestPayloadError, ConnectionError) as e:
-            return self._error(RequestError(f"the body cannot be read: {e}"), is_admin_address)
-        except (StenographError, web.HTTPException) as e:
-            if isinstance(e, web.HTTPException) and e.status != 413:
-                raise
-            return self._error(e, is_admin_address)
+            return _error(RequestError(f"the body cannot be read: {e}"), dialect, is_admin_address)
+        except web.HTTPRequestEntityTooLarge:
+            told = f"the body is larger than {self.config.gateway.max_body_bytes} bytes; raise gateway.max_body_bytes"
+            return _error(RequestError(told, status=413, retry=False), dialect, is_admin_address)
         except Exception as e:
-            log.exception("bug while answering %s %s", request.method, target.path)
-            return self._error(e, is_admin_address)
+            if not isinstance(e, StenographError):
+                log.exception("bug while answering %s %s", request.method, target.path)
+            return _error(e, dialect, is_admin_address)
 
-    async def _route(self, request: web.Request, target: paths.Target) -> web.StreamResponse:
+    async def _route(self, request: web.Request, target: paths.Target, dialect: Dialect) -> web.StreamResponse:
         method, path = request.method, target.path
         if path == "/healthz" and target.session is None:
             await self.engine.health()
@@ -115,11 +117,15 @@ class Gateway:
             return web.Response()
         session = self.sessions.authorise(_key(request), target.session)
         if paths.is_generation(method, path):
-            asked = chat.parse_request(await request.read())
-            hint = _hint(request) or asked.session
-            if hint is not None and session is self.sessions.untraced:  # any other key or path has chosen already
-                session = self.sessions.find(hint)
-            return await self._chat.answer(request, session, asked)
+            body = await request.read()
+            asked = dialect.parse_request(body)
+            session = self._named(request, session, asked.session)
+            return await self._answers.answer(request, session, asked, len(body))
+        if method == "POST" and path == paths.COUNT_TOKENS:
+            body = await request.read()
+            asked = messages.parse_count(body)
+            session = self._named(request, session, asked.session)
+            return _json(messages.count(await self._turns.count(session, asked.conversation, len(body))))
         if path == "/v1/models" and method == "GET":
             model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "stenograph"}
             return _json({"object": "list", "data": [model]})
@@ -128,22 +134,36 @@ class Gateway:
             told = f"{method} {path} is not an address of this gateway"
         raise RequestError(told, status=404, retry=False)
 
-    def _error(self, e: Exception, is_admin_address: bool) -> web.Response:
-        if isinstance(e, web.HTTPException):
-            limit = self.config.gateway.max_body_bytes
-            e = RequestError(
-                f"the body is larger than {limit} bytes; raise gateway.max_body_bytes", status=413, retry=False
-            )
-        status, headers, body = chat.error(e)
-        if is_admin_address:
-            detail = orjson.loads(body)["error"]
-            body = orjson.dumps({"error": {"type": detail["type"], "message": detail["message"]}})
-        return web.Response(status=status, headers=headers, body=body)
+    def _named(self, request: web.Request, session: Session, named: str | None) -> Session:
+        """The session that a header or the body names, where neither path nor key has chosen one already."""
+        hint = own_session(request.headers.get("x-session-id")) or named
+        return self.sessions.find(hint) if hint is not None and session is self.sessions.untraced else session
+
+
+_DIALECTS: dict[str, Dialect] = {"messages": messages, "responses": responses}
+
+
+def _dialect(path: str, request: web.Request) -> Dialect:
+    """Whose errors a client understands: by the path, and by the header that one protocol's clients send everywhere."""
+    if not path.startswith("/v1/"):
+        return messages if "anthropic-version" in request.headers else chat
+    word = path.split("/")[2]
+    return _DIALECTS.get(word) or (messages if "anthropic-version" in request.headers and word != "chat" else chat)
+
+
+def _error(e: Exception, dialect: Dialect, is_admin_address: bool) -> web.Response:
+    if not is_admin_address:
+        told = dialect.error(e)
+        return web.Response(status=told.status, headers=told.headers, body=told.body)
+    told = chat.error(e)
+    detail = orjson.loads(told.body)["error"]
+    body = orjson.dumps({"error": {"type": detail["type"], "message": detail["message"]}})
+    return web.Response(status=told.status, headers=told.headers, body=body)
 
 
 def new_admin_key() -> str:
     """From STENO_ADMIN_KEY, or random."""
-    return os.environ.get("STENO_ADMIN_KEY") or PREFIX + "admin_" + secrets.token_hex(16)
+    return os.environ.get("STENO_ADMIN_KEY") or SESSION_PREFIX + "admin_" + secrets.token_hex(16)
 
 
 def _key(request: web.Request) -> str | None:
@@ -153,11 +173,7 @@ def _key(request: web.Request) -> str | None:
     return request.headers.get("x-api-key")
 
 
-def _hint(request: web.Request) -> str | None:
-    """`x-session-id` names a session of ours only in our own form; clients put ids of their own there."""
-    hint = request.headers.get("x-session-id", "")
-    return hint if hint.startswith(PREFIX) else None
-
-
 def _json(payload: object) -> web.Response:
-    return web.Response(body=orjson.dumps(payload), content_type="application/json")
+    return web.Response(
+        body=payload if isinstance(payload, bytes) else orjson.dumps(payload), content_type="application/json"
+    )

@@ -6,20 +6,26 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from stenograph.dialects.base import SESSION_PREFIX
 from stenograph.errors import RequestError
+from stenograph.gateway.calls import Call
+from stenograph.gateway.stored import StoredResponses
 from stenograph.traces.store import TraceStore
+from stenograph.types import Turn
 
-PREFIX = "steno_"
-KEY_PREFIX = PREFIX + "key_"
+KEY_PREFIX = SESSION_PREFIX + "key_"
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """An address that an agent may call. `tasks` are the generations in flight, awaited by seal and close."""
+    """An address that an agent may call. `tasks` are the generations in flight, awaited by seal and close.
+
+    `calls` are those that a repeat may still be given: in flight, or committed and never delivered.
+    """
 
     id: str
     api_key: str
@@ -29,19 +35,40 @@ class Session:
     state: Literal["open", "sealed"] = "open"
     used_s: float = field(default_factory=time.monotonic)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    calls: dict[bytes, list[Call]] = field(default_factory=dict)  # by what they ask
+    stored: StoredResponses = field(default_factory=StoredResponses)
+    num_turns: int = 0
+    num_tokens: int = 0  # sampled
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a generation as this session's own: it outlives a client that goes away, and ends with the session."""
+    def require_open(self) -> None:
         if self.state == "sealed":
-            work.close()
             raise RequestError(f"session {self.id} is sealed; open another", status=409, retry=False)
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self._finished)
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        self.used_s = time.monotonic()
+    def start(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
+        """Run a generation as this session's own: it outlives a client that goes away, and ends with the session."""
+
+        def finished(task: asyncio.Task[None]) -> None:
+            self.tasks.discard(task)
+            self.used_s = time.monotonic()
+            if not call.over:  # it was cancelled before it began
+                call.failed(RequestError(f"session {self.id} was closed meanwhile", status=409, retry=False))
+            if call.error is not None:
+                self.forget(call)
+
+        self.calls.setdefault(call.key, []).append(call)
+        call.task = asyncio.create_task(work)
+        self.tasks.add(call.task)
+        call.task.add_done_callback(finished)
+
+    def forget(self, call: Call) -> None:
+        """Nobody can be given this call any more; idempotent."""
+        same = [other for other in self.calls.pop(call.key, ()) if other is not call]
+        if same:
+            self.calls[call.key] = same
+
+    def count(self, turns: Sequence[Turn]) -> None:
+        self.num_turns += len(turns)
+        self.num_tokens += sum(len(turn.output_ids) for turn in turns)
 
     async def settle(self, timeout_s: float) -> None:
         """Let what is in flight finish for `timeout_s`, then cancel it; nothing runs afterwards."""
@@ -66,7 +93,7 @@ class Sessions:
         self.untraced = Session("", "", traced=False, ttl_s=float("inf"), metadata={})  # the admin's own calls
 
     def open(self, *, traced: bool, ttl_s: float | None, metadata: Mapping[str, Any]) -> Session:
-        id = PREFIX + secrets.token_hex(16)
+        id = SESSION_PREFIX + secrets.token_hex(16)
         session = Session(id, KEY_PREFIX + secrets.token_hex(16), traced, ttl_s or self._ttl_s, metadata)
         if traced:
             self.store.open(session.id, metadata)
@@ -86,6 +113,9 @@ class Sessions:
         if key is None or self._by_key.get(key) is None:
             raise _unauthorised()
         raise RequestError("this address needs the admin key", status=403, retry=False)
+
+    def holds_admin(self, key: str | None) -> bool:
+        return key is not None and _same(key, self._admin_key)
 
     def authorise(self, key: str | None, wanted: str | None) -> Session:
         """The session that `key` may use: the one named, or the key's own. Raises 401, 403, 404."""
@@ -133,7 +163,7 @@ class Sessions:
         # A session's key stays one after the session: what it asks for then would go unrecorded.
         if not self._require_keys and not (key or "").startswith(KEY_PREFIX):
             return True
-        return key is not None and _same(key, self._admin_key)
+        return self.holds_admin(key)
 
     def _own(self, key: str | None) -> Session:
         # Keys are 128 random bits, so looking one up by hash tells an attacker nothing about another.

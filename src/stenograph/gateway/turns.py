@@ -1,242 +1,260 @@
-"""The life of a turn: prepared, generated, committed; whoever waits for it learns of the commit and not before."""
+"""Taking a turn: prepared, generated, committed; whoever waits for it learns of its end after the commit."""
 
 from __future__ import annotations
 
-import secrets
+import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from stenograph.config import SamplingConfig
-from stenograph.engines.base import Chunk, Engine, Generate
-from stenograph.errors import EngineError, EngineUnavailable, TraceError, boundary
+from stenograph.config import Config
+from stenograph.dialects.base import Answered
+from stenograph.engines.base import Engine, Generate
+from stenograph.errors import EngineError, RequestError, StenographError, TraceError, boundary
+from stenograph.gateway.calls import Call, State
+from stenograph.gateway.output import Aborted, Output, checked
 from stenograph.gateway.sampling import resolve
 from stenograph.gateway.sessions import Session
-from stenograph.rendering.base import Delta, Rendering
+from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
-from stenograph.traces.tree import Match
-from stenograph.types import Conversation, EndedBy, FinishReason, Ids, Message, Reply, Sampling, Turn
+from stenograph.types import Conversation, Ids, Message, Reply, Sampling, Turn
 
-Show = Callable[[Delta], None]
+log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A turn that is in the record (or, untraced, that needs none)."""
-
-    turn: Turn
-    num_prompt: int
+_RENDER_INLINE_BYTES = 256 * 1024  # a larger request is rendered on a thread, so that it holds nobody else up
+_RETRY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _Prompt:
+    """A conversation in ids. `begun` is the reply's beginning where the agent wrote it; its ids end `ids`."""
+
     parent: str | None
     messages: tuple[Message, ...]  # those that the parent does not know
     context_ids: Ids
-    prompt_ids: Ids
-    sampling: Sampling
-    notes: tuple[str, ...]
+    ids: Ids
+    asked: Conversation  # what is answered: without what was begun
+    begun: Message | None = None
+    num_begun: int = 0  # tokens
 
 
 class Turns:
-    """Answers conversations: renders them, has them sampled, records what came."""
+    """Answers calls: renders them, has them sampled, records what came."""
 
-    def __init__(self, engine: Engine, rendering: Rendering, store: TraceStore, sampling: SamplingConfig) -> None:
+    def __init__(self, engine: Engine, rendering: Rendering, store: TraceStore, config: Config) -> None:
         self._engine = engine
         self.rendering = rendering
         self._store = store
-        self._sampling = sampling
+        self._sampling = config.sampling
+        self._idle_timeout_s = config.gateway.idle_timeout_s
+        self._wants_experts = config.engine.experts
+        self.noted: Counter[str] = Counter()  # notes on turns since the start
 
-    async def take(
-        self, session: Session, conversation: Conversation, asked: Mapping[str, Any], show: Show
-    ) -> Committed:
-        """Run one turn to its commit. `show` gets text that the agent may see on the way.
+    async def take(self, session: Session, call: Call) -> None:
+        """Bring `call` to its commit or to its failure; then nothing of it is recorded but what was sampled in vain."""
+        clock = time.monotonic()
+        outputs: list[Output] = []
+        try:
+            prompt, sampling, notes = await self._prepare(session, call)
+            outputs += self._outputs(call, prompt, sampling)
+            call.advance(State.GENERATING)
+            await self._generate(session, call, prompt, sampling, outputs)
+            turns, answered = self._turns(call, prompt, sampling, notes, outputs, time.monotonic() - clock)
+            if session.traced:
+                with boundary(TraceError, "record the turn"):
+                    self._store.commit(session.id, prompt.parent, *turns)
+            session.count(turns)
+            call.committed(answered)
+        except asyncio.CancelledError:
+            self._fail(session, call, outputs, _closed(session))
+            raise
+        except Exception as e:
+            self._fail(session, call, outputs, e)
 
-        Raises RequestError, EngineError or TraceError; nothing is recorded then.
-        """
-        started_s, clock = time.time(), time.monotonic()
-        prepared = self._prepare(session, conversation, asked)
-        output = _Output(self.rendering, prepared.prompt_ids, conversation, prepared.sampling.stop, show)
-        request = Generate(
-            ids=prepared.prompt_ids,
-            sampling=prepared.sampling,
-            session=session.id,
-            stop_token_ids=self.rendering.stop_token_ids,
-            last_message=conversation.messages[-1].content,
-        )
-        async with aclosing(_checked(self._engine.generate(request), prepared.sampling)) as chunks:
-            async for chunk in chunks:
-                if output.take(chunk):
-                    break
-        reply, ended_by, noticed = output.finish(self.rendering)
-        turn = Turn(
-            id="turn_" + secrets.token_hex(8),
-            context_ids=prepared.context_ids,
-            output_ids=output.ids,
-            rollout_logprobs=output.logprobs,
-            versions=tuple(output.versions),
-            finish_reason=output.finish_reason,
-            ended_by=ended_by,
-            sampling=prepared.sampling,
-            logprobs_mode=self._engine.capabilities.logprobs_mode,
-            messages=prepared.messages,
-            tools=conversation.tools,
-            reply=_mint_call_ids(reply),
-            notes=prepared.notes + noticed,
-            started_s=started_s,
-            seconds=time.monotonic() - clock,
-        )
-        if session.traced:
-            with boundary(TraceError, "record the turn"):
-                self._store.commit(session.id, prepared.parent, turn)
-        return Committed(turn, len(prepared.prompt_ids))
+    async def count(self, session: Session, conversation: Conversation, num_bytes: int) -> int:
+        """Tokens of the prompt that a turn would have."""
+        return len((await self._prompt(session, conversation, num_bytes)).ids)
 
-    def _prepare(self, session: Session, conversation: Conversation, asked: Mapping[str, Any]) -> _Prepared:
+    def _fail(self, session: Session, call: Call, outputs: Sequence[Output], e: Exception) -> None:
+        """Say so to whoever listens, and account for tokens that nobody will see."""
+        if not isinstance(e, StenographError):
+            log.error("bug while taking a turn", exc_info=e)
+        num_tokens = sum(output.num_tokens for output in outputs)
+        if session.traced and num_tokens:
+            aborted = isinstance(e, RequestError | Aborted)
+            reason = "commit_failed" if isinstance(e, TraceError) else "aborted" if aborted else "engine_failed"
+            try:
+                self._store.drop(session.id, reason, num_tokens)
+            except Exception:
+                log.exception("session %s: %d tokens dropped (%s) could not be noted", session.id, num_tokens, reason)
+        call.failed(e)
+
+    # --- prepare -------------------------------------------------------------------------------------------------
+
+    async def _prepare(self, session: Session, call: Call) -> tuple[_Prompt, Sampling, tuple[str, ...]]:
+        request, capabilities = call.request, self._engine.capabilities
+        if request.grammar is not None and not capabilities.constrained:
+            told = "this engine cannot constrain its output to a JSON schema"
+            raise RequestError(f"{told}; leave out response_format (output_config.format, text.format)")
+        prompt = await self._prompt(session, request.conversation, call.num_bytes)
+        sampling, notes = resolve(request.asked, self._sampling, capabilities, len(prompt.ids))
+        call.prepared(len(prompt.ids))
+        return prompt, replace(sampling, constrained=request.grammar is not None), request.notes + notes
+
+    async def _prompt(self, session: Session, conversation: Conversation, num_bytes: int) -> _Prompt:
         """Continue the deepest recorded turn where its ids can be kept, else render from the start: a fork."""
-        match = self._store.tree(session.id).match(conversation) if session.traced else None
-        parent, messages = None, conversation.messages
-        if match is None:
-            context_ids = prompt_ids = self.rendering.render(conversation)
+        begun = conversation.messages[-1] if conversation.continues else None
+        asked = conversation
+        if begun is not None:
+            asked = Conversation(conversation.messages[:-1], conversation.tools)
+        tree = self._store.tree(session.id) if session.traced else None
+        match = tree.match(asked) if tree is not None else None
+        if tree is None or match is None:
+            parent, num_known, recorded, split = None, 0, None, 0
         else:
-            recorded = self._store.tree(session.id).path_ids(match.turn)
-            context_ids, prompt_ids = self._continue(session, conversation, match, recorded)
-            if len(context_ids) < len(prompt_ids):
-                parent, messages = match.turn, messages[match.num_known :]
-        sampling, notes = resolve(asked, self._sampling, self._engine.capabilities, len(prompt_ids))
-        return _Prepared(parent, messages, context_ids, prompt_ids, sampling, notes)
+            parent, num_known, recorded = match.turn, match.num_known, tree.path_ids(match.turn)
+            split = len(recorded) - len(tree.turns[match.turn].output_ids)
 
-    def _continue(self, session: Session, conversation: Conversation, match: Match, recorded: Ids) -> tuple[Ids, Ids]:
+        def render() -> tuple[Ids, Ids, Ids | None]:
+            context_ids, ids = self._render(asked, num_known, recorded, split)
+            return context_ids, ids, self.rendering.begin_reply(conversation, ids) if begun is not None else None
+
+        inline = num_bytes <= _RENDER_INLINE_BYTES
+        context_ids, ids, begun_ids = render() if inline else await asyncio.to_thread(render)
+        if len(context_ids) == len(ids):
+            parent, num_known = None, 0
+        num_begun = 0
+        if begun_ids is not None:
+            context_ids, ids = np.concatenate([context_ids, begun_ids]), np.concatenate([ids, begun_ids])
+            num_begun = len(begun_ids)
+        return _Prompt(parent, asked.messages[num_known:], context_ids, ids, asked, begun, num_begun)
+
+    def _render(self, asked: Conversation, num_known: int, recorded: Ids | None, split: int) -> tuple[Ids, Ids]:
         """What comes after `recorded`, and the whole prompt; both are the whole where it cannot be continued."""
-        output_ids = self._store.tree(session.id).turns[match.turn].output_ids
-        split = len(recorded) - len(output_ids)
-        context_ids = self.rendering.extend(conversation, match.num_known, recorded[:split], output_ids)
+        if recorded is None:
+            rendered = self.rendering.render(asked)
+            return rendered, rendered
+        context_ids = self.rendering.extend(asked, num_known, recorded[:split], recorded[split:])
         if context_ids is not None:
             return context_ids, np.concatenate([recorded, context_ids])
-        rendered = self.rendering.render(conversation)
+        rendered = self.rendering.render(asked)
         # The template was free to rewrite what was said; where it did not, the recorded branch goes on all the same.
         if len(rendered) > len(recorded) and np.array_equal(rendered[: len(recorded)], recorded):
             return rendered[len(recorded) :], rendered
         return rendered, rendered
 
+    # --- generate ------------------------------------------------------------------------------------------------
 
-class _Output:
-    """What the engine has sampled so far, and what of it the agent may see."""
+    def _outputs(self, call: Call, prompt: _Prompt, sampling: Sampling) -> list[Output]:
+        split = len(prompt.ids) - prompt.num_begun
+        return [
+            Output(
+                self.rendering,
+                prompt.ids[:split],
+                prompt.asked,
+                sampling.stop,
+                lambda delta, choice=choice: call.show(choice, delta),
+                prompt.begun,
+                prompt.ids[split:] if prompt.begun is not None else None,
+            )
+            for choice in range(call.request.num_choices)
+        ]
 
-    def __init__(
-        self, rendering: Rendering, prompt_ids: Ids, conversation: Conversation, stop: tuple[str, ...], show: Show
+    async def _generate(
+        self, session: Session, call: Call, prompt: _Prompt, sampling: Sampling, outputs: Sequence[Output]
     ) -> None:
-        self._parser = rendering.stream(prompt_ids, conversation)
-        self._stop = _StopStrings(stop)
-        self._show = show
-        self._prompt_ids, self._conversation = prompt_ids, conversation
-        self._ids: list[Ids] = []
-        self._logprobs: list[np.ndarray] = []
-        self._num_ids = 0
-        self._content = self._reasoning = ""
-        self.versions: list[tuple[int, int]] = []
-        self.finish_reason: FinishReason = "stop"
-
-    def take(self, chunk: Chunk) -> bool:
-        """Add a chunk; True when a stop string ends the turn here."""
-        if len(chunk.ids):
-            if not self.versions or self.versions[-1][1] != chunk.version:
-                self.versions.append((self._num_ids, chunk.version))
-            self._ids.append(chunk.ids)
-            self._logprobs.append(chunk.logprobs)
-            self._num_ids += len(chunk.ids)
-            self._emit(self._parser.feed(chunk.ids))
-        if chunk.finish_reason is not None:
-            self.finish_reason = chunk.finish_reason
-        return self._stop.found
-
-    def finish(self, rendering: Rendering) -> tuple[Reply, EndedBy, tuple[str, ...]]:
-        """The reply, how it ended, and notes. What was shown stands: the record says what the agent saw."""
-        if not self._stop.found:
-            self._emit(self._parser.finish())
-        if not self._stop.found:
-            self._emit(Delta(content=self._stop.release()), filtered=True)
-        if self._stop.found:
-            self.finish_reason = "stop"
-            return Reply(self._content, self._reasoning), "stop", ()
-        reply = rendering.parse(self.ids, self._prompt_ids, self._conversation)
-        ended_by: EndedBy = "eos" if self.finish_reason == "stop" else self.finish_reason
-        if (reply.content, reply.reasoning) == (self._content, self._reasoning):
-            return reply, ended_by, ()
-        shown = replace(reply, content=self._content, reasoning=self._reasoning)
-        return shown, ended_by, ("parser_disagrees",)
-
-    @property
-    def ids(self) -> Ids:
-        return np.concatenate(self._ids).astype(np.int32, copy=False) if self._ids else np.empty(0, np.int32)
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        joined = np.concatenate(self._logprobs) if self._logprobs else np.empty(0)
-        return joined.astype(np.float32, copy=False)
-
-    def _emit(self, delta: Delta, *, filtered: bool = False) -> None:
-        content = delta.content if filtered else self._stop.feed(delta.content)
-        self._content += content
-        self._reasoning += delta.reasoning
-        if content or delta.reasoning:
-            self._show(Delta(content, delta.reasoning))
-
-
-class _StopStrings:
-    """Cuts visible text at the first stop string; holds back what may still become one."""
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
-        self._held = ""
-        self.found = False
-
-    def feed(self, text: str) -> str:
-        if not self._stops:
-            return text
-        text = self._held + text
-        cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=-1)
-        if cut >= 0:
-            self.found, self._held = True, ""
-            return text[:cut]
-        held = max(
-            (n for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
-            default=0,
+        """Sample every choice; the first that fails ends the others."""
+        request = Generate(
+            ids=prompt.ids,
+            sampling=sampling,
+            session=session.id,
+            stop_token_ids=self.rendering.stop_token_ids,
+            last_message=call.request.conversation.messages[-1].content,
+            grammar=call.request.grammar,
         )
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        if len(outputs) == 1:
+            return await self._sample(request, outputs[0])
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice, output in enumerate(outputs):
+                    group.create_task(self._sample(_seeded(request, choice), output))
+        except* Exception as e:
+            raise e.exceptions[0] from None
 
-    def release(self) -> str:
-        text, self._held = self._held, ""
-        return text
+    async def _sample(self, request: Generate, output: Output) -> None:
+        chunks = checked(self._engine.generate(request), request.sampling.max_tokens, self._wants_experts)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._idle_timeout_s) as idle, aclosing(chunks):
+                async for chunk in chunks:
+                    if output.take(chunk):
+                        break
+                    idle.reschedule(loop.time() + self._idle_timeout_s)
+        except TimeoutError as e:
+            if self._engine.paused:
+                told = f"the engine has been paused for {self._idle_timeout_s:g} s; try again"
+                raise EngineError(told, status=429, retry_after_s=_RETRY_AFTER_S) from e
+            told = f"the engine sent nothing for {self._idle_timeout_s:g} s; is it alive? (gateway.idle_timeout_s)"
+            raise EngineError(told, status=504) from e
+
+    # --- commit --------------------------------------------------------------------------------------------------
+
+    def _turns(
+        self,
+        call: Call,
+        prompt: _Prompt,
+        sampling: Sampling,
+        notes: tuple[str, ...],
+        outputs: Sequence[Output],
+        seconds: float,
+    ) -> tuple[list[Turn], list[Answered]]:
+        """The siblings that answer the call, ready to be recorded, and what is told of each."""
+        turns, answered = [], []
+        for choice, output in enumerate(outputs):
+            name = call.name if choice == 0 else f"{call.name}_{choice}"
+            finished = output.finish()
+            turn = Turn(
+                id=f"turn_{name}",
+                context_ids=prompt.context_ids,
+                output_ids=output.ids,
+                rollout_logprobs=output.logprobs,
+                versions=tuple(output.versions),
+                finish_reason=finished.finish_reason,
+                ended_by=finished.ended_by,
+                sampling=sampling,
+                logprobs_mode=self._engine.capabilities.logprobs_mode,
+                messages=prompt.messages,
+                tools=prompt.asked.tools,
+                reply=_with_call_ids(finished.reply, name),
+                notes=notes + finished.notes,
+                stopped_by=output.stopped_by,
+                experts=output.experts,
+                started_s=call.received_s,
+                seconds=seconds,
+            )
+            self.noted.update(turn.notes)
+            turns.append(turn)
+            shown = _with_call_ids(finished.shown, name)
+            answered.append(Answered(turn, prompt.ids, output.num_reasoning, shown))
+        return turns, answered
 
 
-async def _checked(chunks: AsyncGenerator[Chunk, None], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-    """Pass chunks on while they are a sound answer. Raises EngineError for one that could not be recorded truly."""
-    num_ids, finished = 0, False
-    async with aclosing(chunks) as source:
-        async for chunk in source:
-            num_ids += len(chunk.ids)
-            if len(chunk.ids) != len(chunk.logprobs):
-                told = f"{len(chunk.logprobs)} logprobs for {len(chunk.ids)} tokens; start the engine with logprobs on"
-                raise EngineError(f"the engine sent {told}")
-            if not np.isfinite(chunk.logprobs).all():
-                raise EngineError("the engine sent a logprob that is no number; is the temperature too close to 0?")
-            if num_ids > sampling.max_tokens:
-                raise EngineError(f"the engine sent {num_ids} tokens, {sampling.max_tokens} were asked")
-            if chunk.finish_reason == "abort":
-                raise EngineUnavailable("the engine aborted the generation; try again", retry_after_s=1)
-            yield chunk
-            if chunk.finish_reason is not None:
-                finished = True
-                break
-    if not finished:
-        raise EngineError(f"the engine's stream ended after {num_ids} tokens without a finish reason")
+def _closed(session: Session) -> RequestError:
+    return RequestError(f"session {session.id} was closed meanwhile", status=409, retry=False)
 
 
-def _mint_call_ids(reply: Reply) -> Reply:
-    calls = tuple(replace(call, id="call_" + secrets.token_hex(12)) for call in reply.tool_calls)
+def _seeded(request: Generate, choice: int) -> Generate:
+    """Choices of one request differ, and each is the same again."""
+    seed = request.sampling.seed
+    return request if seed is None else replace(request, sampling=replace(request.sampling, seed=seed + choice))
+
+
+def _with_call_ids(reply: Reply, name: str) -> Reply:
+    """Ids that name the turn, so that a call that comes back does."""
+    calls = tuple(replace(call, id=f"call_{name}_{n}") for n, call in enumerate(reply.tool_calls))
     return replace(reply, tool_calls=calls)

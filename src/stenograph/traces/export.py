@@ -64,7 +64,7 @@ def tree_row(tree: TraceTree, with_ids: bool) -> dict[str, Any]:
         {
             "id": turn.id,
             "node": tree.node(turn.id).id,
-            "state": "committed",
+            "state": tree.states[turn.id],
             "finish_reason": turn.finish_reason,
             "role": turn.role,
             "versions": turn.versions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from stenograph.errors import TraceError
 from stenograph.traces.samples import flatten, mask_reason
 from stenograph.traces.store import Disposition, Drift, Ledger, SessionInfo, State
-from stenograph.traces.tree import TraceTree
+from stenograph.traces.tree import TraceTree, TurnState
 from stenograph.types import Sample, Turn
 
 
@@ -23,6 +24,7 @@ class _Session:
     status: str | None = None
     drift: list[Drift] = field(default_factory=list)
     settled: dict[str, Disposition] = field(default_factory=dict)  # by turn
+    dropped: Counter[str] = field(default_factory=Counter)  # tokens in no turn, by reason
 
 
 class MemoryTraceStore:
@@ -58,14 +60,21 @@ class MemoryTraceStore:
         with self._lock:
             return self._held(session).tree
 
-    def commit(self, session: str, parent: str | None, turn: Turn) -> None:
+    def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
         with self._lock:
             held = self._held(session)
             if held.state == "sealed":
                 raise TraceError(f"session {session} is sealed; nothing can be recorded any more")
-            fork = held.tree.add(turn, parent)
-            if fork is not None:
-                held.drift.append(_fork(turn, parent, fork))
+            forks = held.tree.add_siblings(turns, parent)
+            held.drift += [_fork(turn, parent, at) for turn, at in zip(turns, forks, strict=True) if at is not None]
+
+    def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:
+        with self._lock:
+            self._held(session).tree.states.update(dict.fromkeys(turns, state))
+
+    def drop(self, session: str, reason: str, num_tokens: int) -> None:
+        with self._lock:
+            self._held(session).dropped[reason] += num_tokens
 
     def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
         with self._lock:
@@ -82,23 +91,23 @@ class MemoryTraceStore:
     def ledger(self, session: str) -> Ledger:
         with self._lock:
             held = self._held(session)
-            sampled = trained = in_flight = 0
-            masked: dict[str, int] = {}
-            dropped: dict[str, int] = {}
+            trained = in_flight = 0
+            masked: Counter[str] = Counter()
+            dropped = Counter(held.dropped)
+            sampled = dropped.total()
             for turn in held.tree.turns.values():
                 num_tokens = len(turn.output_ids)
                 sampled += num_tokens
                 disposition = held.settled.get(turn.id)
                 if (reason := mask_reason(turn.sampling)) is not None:
-                    masked[reason] = masked.get(reason, 0) + num_tokens
+                    masked[reason] += num_tokens
                 elif disposition is None:
                     in_flight += num_tokens
                 elif disposition.kind == "trained":
                     trained += num_tokens
                 else:
-                    reason = disposition.reason or "unknown"
-                    dropped[reason] = dropped.get(reason, 0) + num_tokens
-            return Ledger(sampled, trained, masked, dropped, in_flight)
+                    dropped[disposition.reason or "unknown"] += num_tokens
+            return Ledger(sampled, trained, dict(masked), dict(dropped), in_flight)
 
     def drift(self, session: str) -> list[Drift]:
         with self._lock:

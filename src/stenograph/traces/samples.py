@@ -23,6 +23,8 @@ def mask_reason(sampling: Sampling) -> str | None:
         return "truncated_support"
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1:
         return "penalised"
+    if sampling.constrained:
+        return "constrained"
     return None
 
 

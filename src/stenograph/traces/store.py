@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from stenograph.traces.tree import TraceTree
+from stenograph.traces.tree import TraceTree, TurnState
 from stenograph.types import Sample, Turn
 
 State = Literal["open", "sealed"]
@@ -76,8 +76,16 @@ class TraceStore(Protocol):
 
     def tree(self, session: str) -> TraceTree: ...
 
-    def commit(self, session: str, parent: str | None, turn: Turn) -> None:
-        """Record `turn` below `parent`, atomically: after an error nothing of it is there."""
+    def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
+        """Record sibling turns below `parent`, atomically: after an error nothing of them is there."""
+        ...
+
+    def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:
+        """Say whether the agent got what it was answered."""
+        ...
+
+    def drop(self, session: str, reason: str, num_tokens: int) -> None:
+        """Account for tokens that were sampled and are in no turn."""
         ...
 
     def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +13,7 @@ import orjson
 from stenograph.errors import TraceError
 from stenograph.types import Conversation, Ids, Message, Tool, Turn
 
+TurnState = Literal["committed", "delivered", "undelivered"]
 EMPTY: Ids = np.empty(0, np.int32)
 
 
@@ -52,6 +53,7 @@ class TraceTree:
         self._num_nodes = 1
         self.turns: dict[str, Turn] = {}
         self.parents: dict[str, str | None] = {}
+        self.states: dict[str, TurnState] = {}
         self._nodes: dict[str, Node] = {}
         self._digests: dict[str, bytes] = {}  # turn -> digest of its conversation, reply included
         self._after: dict[bytes, str] = {}  # and back
@@ -73,12 +75,19 @@ class TraceTree:
         Returns the position at which its context leaves what other turns were told: a fork. None where it is new at
         the end of a branch, or all of it was told before: such a turn is a sibling.
         """
-        if turn.id in self.turns:
-            raise TraceError(f"turn {turn.id} is recorded already")
-        digest = _tools_digest(turn.tools) if parent is None else self._digests[parent]
-        for message in (*turn.messages, turn.reply.message()):
-            digest = _extend(digest, message)
-        # From here on nothing fails, so that a turn is in the tree whole or not at all.
+        return self.add_siblings((turn,), parent)[0]
+
+    def add_siblings(self, turns: Sequence[Turn], parent: str | None) -> list[int | None]:
+        """Add turns that answer one and the same request, all or none of them."""
+        before = _tools_digest(turns[0].tools) if parent is None else self._digests[parent]
+        digests = [_digest(before, (*turn.messages, turn.reply.message())) for turn in turns]
+        for turn in turns:
+            if turn.id in self.turns:
+                raise TraceError(f"turn {turn.id} is recorded already")
+        # From here on nothing fails.
+        return [self._hang(turn, parent, digest) for turn, digest in zip(turns, digests, strict=True)]
+
+    def _hang(self, turn: Turn, parent: str | None, digest: bytes) -> int | None:
         node, shared = self._descend(self._root if parent is None else self._nodes[parent], turn.context_ids)
         fork = None
         if shared < len(turn.context_ids):
@@ -87,6 +96,7 @@ class TraceTree:
         self._nodes[turn.id] = self._new_node(node, turn.output_ids, turn.id)
         self.turns[turn.id] = turn
         self.parents[turn.id] = parent
+        self.states[turn.id] = "committed"
         self._digests[turn.id] = digest
         self._after[digest] = turn.id  # of several equal replies, the one that a client heard last
         return fork
@@ -176,6 +186,17 @@ def _common_prefix(a: Ids, b: Ids) -> int:
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if len(different) else n
+
+
+def conversation_digest(conversation: Conversation) -> bytes:
+    """Equal for conversations that say the same to the model."""
+    return _digest(_tools_digest(conversation.tools), conversation.messages)
+
+
+def _digest(digest: bytes, messages: Iterable[Message]) -> bytes:
+    for message in messages:
+        digest = _extend(digest, message)
+    return digest
 
 
 def _tools_digest(tools: tuple[Tool, ...]) -> bytes:

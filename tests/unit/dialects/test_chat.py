@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograph.dialects import chat
+from stenograph.dialects.base import Answered
 from stenograph.errors import RequestError
 from support.turns import make_turn
 
@@ -56,7 +57,7 @@ def test_any_json_is_read_or_refused(body: Any) -> None:
     try:
         chat.parse_request(json.dumps(body).encode())
     except RequestError as e:
-        json.loads(chat.error(e)[2])
+        json.loads(chat.error(e).body)
 
 
 DEEP = "[" * 500 + "]" * 500
@@ -82,11 +83,12 @@ def test_what_no_record_can_hold_is_refused(field: str) -> None:
 def test_a_token_that_ends_inside_a_character_claims_no_bytes() -> None:
     request = chat.parse_request(b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true}')
     texts = {1: "a", 2: "\ufffd"}
-    reply = chat.ChatReply("id", 0, request, lambda ids: texts[int(ids[0])])
-    choice = json.loads(reply.whole(make_turn([0], [1, 2]), 1))["choices"][0]
+    turn = make_turn([0], [1, 2])
+    writer = request.writer("id", 0, lambda ids: texts[int(ids[0])])
+    choice = json.loads(writer.whole([Answered(turn, turn.context_ids, 0, turn.reply)]))["choices"][0]
     assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[97], None]
 
 
 def test_an_error_that_quotes_no_text_is_still_json() -> None:
-    body = chat.error(RequestError("unknown session \udcff"))[2]
+    body = chat.error(RequestError("unknown session \udcff")).body
     assert json.loads(body)["error"]["message"] == "unknown session \\udcff"

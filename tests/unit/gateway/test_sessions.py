@@ -9,6 +9,7 @@ import pytest
 from stenograph.errors import RequestError
 from stenograph.gateway.sessions import Session, Sessions
 from stenograph.traces.memory import MemoryTraceStore
+from support.listening import new_call
 
 
 def sessions(require_keys: bool = True) -> Sessions:
@@ -33,7 +34,7 @@ async def test_the_key_of_a_session_that_is_gone_opens_nothing() -> None:
 async def test_what_is_deleted_while_it_is_sealed_is_not_found() -> None:
     held = sessions()
     session = opened(held)
-    session.start(asyncio.sleep(60))
+    session.start(new_call("hello"), asyncio.sleep(60))
     async with asyncio.TaskGroup() as group:
         sealing = group.create_task(_refused(held, session))
         await asyncio.sleep(0)

@@ -7,15 +7,14 @@ from collections.abc import AsyncGenerator
 import numpy as np
 import pytest
 
-from stenograph.config import ModelConfig, SamplingConfig
+from stenograph.config import Config
 from stenograph.engines.base import Chunk, Generate
 from stenograph.engines.scripted import ScriptedEngine
 from stenograph.errors import EngineError
 from stenograph.gateway.sessions import Sessions
 from stenograph.gateway.turns import Turns
-from stenograph.rendering import load_rendering
 from stenograph.traces.memory import MemoryTraceStore
-from support.turns import asking
+from support.listening import new_call, rendering
 
 
 class Unsound(ScriptedEngine):
@@ -31,7 +30,9 @@ class Unsound(ScriptedEngine):
 async def test_a_logprob_that_is_no_number_is_not_recorded(logprob: float) -> None:
     store = MemoryTraceStore()
     session = Sessions(store, admin_key="admin", require_keys=True, ttl_s=60).open(traced=True, ttl_s=None, metadata={})
-    turns = Turns(Unsound(logprob), load_rendering(ModelConfig()), store, SamplingConfig())
-    with pytest.raises(EngineError, match="logprob"):
-        await turns.take(session, asking("hello"), {}, lambda delta: None)
+    turns = Turns(Unsound(logprob), rendering(), store, Config())
+    call = new_call("hello")
+    await turns.take(session, call)
+    assert isinstance(call.error, EngineError)
+    assert "logprob" in str(call.error)
     assert store.get(session.id).num_turns == 0

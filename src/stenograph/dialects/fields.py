@@ -1,0 +1,108 @@
+"""Typed reading of wire JSON: what is wrong is named by its whole path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from stenograph.errors import RequestError
+
+_MAX_INTEGER = 2**31 - 1  # what every engine's tensors hold
+
+
+def read_body(body: bytes) -> Fields:
+    """The object that a request's body is. Raises RequestError (400), as everything here does."""
+    try:
+        raw = orjson.loads(body)
+    except orjson.JSONDecodeError as e:
+        raise RequestError(f"the body is not JSON: {e}") from e
+    return Fields(typed(raw, dict, "the body", "an object"))
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """An object; `path` is what stands before its fields' names in an error. Null is absent."""
+
+    values: Mapping[str, Any]
+    path: str = field(default="")
+
+    def get(self, name: str, kind: type | tuple[type, ...], expected: str) -> Any:
+        value = self.values.get(name)
+        return None if value is None else typed(value, kind, self.path + name, expected)
+
+    def text(self, name: str) -> str | None:
+        """A text, or None: where clients put other things, they mean nothing by it."""
+        value = self.values.get(name)
+        return value if isinstance(value, str) else None
+
+    def flag(self, name: str) -> bool:
+        return bool(self.get(name, bool, "true or false"))
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        value = self.get(name, (int, float), "a number")
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
+            raise invalid(self.path + name, f"must be between {low:g} and {high:g}, got {value}")
+        return None if value is None else float(value)
+
+    def integer(self, name: str, low: int) -> int | None:
+        value = self.get(name, int, "an integer")
+        if value is not None and not low <= value <= _MAX_INTEGER:
+            raise invalid(self.path + name, f"must be between {low} and {_MAX_INTEGER}, got {value}")
+        return value
+
+    def object(self, name: str, expected: str = "an object") -> Fields:
+        """The object under `name`; an empty one where there is none."""
+        return Fields(self.get(name, dict, expected) or {}, f"{self.path}{name}.")
+
+    def objects(self, name: str) -> list[Fields]:
+        """The objects in the list under `name`."""
+        path = self.path + name
+        raw = self.get(name, list, "a list") or []
+        return [Fields(typed(item, dict, f"{path}[{i}]", "an object"), f"{path}[{i}].") for i, item in enumerate(raw)]
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A text or a list of them, none empty."""
+        value = self.values.get(name)
+        texts = [value] if isinstance(value, str) else (value or [])
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise invalid(self.path + name, f"must be a text or a list of texts, got {shown(value)}")
+        return tuple(texts)
+
+    def schema(self, name: str) -> Mapping[str, Any] | None:
+        """A JSON schema that can be written out again."""
+        schema = self.get(name, dict, "a JSON schema")
+        try:
+            orjson.dumps(schema)
+        except orjson.JSONEncodeError as e:
+            raise invalid(self.path + name, "must be a JSON schema, this is nested too deeply") from e
+        return schema
+
+    def name(self, name: str) -> str:
+        """A text that must be there."""
+        value = self.get(name, str, "a text")
+        if not value:
+            raise invalid(self.path + name, "is missing")
+        return value
+
+
+def typed(value: Any, kind: type | tuple[type, ...], path: str, expected: str) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise invalid(path, f"must be {expected}, got {shown(value)}")
+    return value
+
+
+def invalid(path: str, what: str) -> RequestError:
+    path = path.removesuffix(".")
+    return RequestError(f"{path}: {what}", param=path)
+
+
+def shown(value: Any) -> str:
+    try:
+        text = orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # it reads a thousand levels and writes a quarter of that
+        return "something nested too deeply"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,171 @@
+"""Answers over HTTP, in any protocol: text leaves as it is sampled, whatever ends a turn leaves after its commit."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from contextlib import suppress
+
+import orjson
+from aiohttp import web
+
+from stenograph.config import Config
+from stenograph.dialects.base import KEEP_ALIVE, Request, Writer
+from stenograph.errors import RequestError, StenographError, TraceError
+from stenograph.gateway.calls import Call, State
+from stenograph.gateway.sessions import Session
+from stenograph.gateway.turns import Turns
+from stenograph.traces.store import TraceStore
+from stenograph.traces.tree import TurnState, conversation_digest
+
+log = logging.getLogger(__name__)
+
+
+class Answers:
+    """Answers the generation requests. A request is given a call of its own, or one whose client went away."""
+
+    def __init__(self, turns: Turns, store: TraceStore, config: Config) -> None:
+        self._turns = turns
+        self._store = store
+        self._settings = config.gateway
+        self._max_tokens = config.sampling.max_tokens
+
+    async def answer(self, http: web.Request, session: Session, request: Request, num_bytes: int) -> web.StreamResponse:
+        """Raises what went wrong while nothing was sent yet; later errors are told in the stream."""
+        session.require_open()
+        request = session.stored.resolve(request, self._store.tree(session.id) if session.traced else None)
+        call = self._call(session, request, num_bytes)
+        call.join()
+        try:
+            writer = request.writer(call.name, int(call.received_s), self._turns.rendering.decode)
+            send = self._stream if request.stream else self._whole
+            return await send(http, session, call, writer)
+        finally:
+            # Also where this task is cancelled: then the client closed its connection, or its half of it.
+            self._left(session, call)
+
+    # --- the answer ----------------------------------------------------------------------------------------------
+
+    async def _whole(self, http: web.Request, session: Session, call: Call, writer: Writer) -> web.StreamResponse:
+        await call.hear(math.inf)
+        if call.error is not None:
+            raise call.error
+        response = web.Response(body=writer.whole(call.answered), content_type="application/json")
+        await response.prepare(http)
+        await self._deliver(http, session, call, response)
+        return response
+
+    async def _stream(self, http: web.Request, session: Session, call: Call, writer: Writer) -> web.StreamResponse:
+        await call.hear(0, self._settings.keep_alive_s)
+        if call.error is not None:
+            raise call.error  # nothing was sent yet, so that the answer can still be a status
+        stream = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+        await stream.prepare(http)
+        try:
+            await self._tell(stream, call, writer)
+            if call.error is not None:
+                raise call.error
+            await stream.write(writer.end(call.answered))
+            await self._deliver(http, session, call, stream)
+        except ConnectionError:
+            log.debug("a client went away; a repeat of its request may have the answer")
+        except Exception as e:
+            await _break_off(http, stream, writer, e)
+        return stream
+
+    async def _tell(self, stream: web.StreamResponse, call: Call, writer: Writer) -> None:
+        """Write what is shown until all is over."""
+        position, begun = 0, False
+        while not begun or not call.over or position < len(call.shown):
+            if not await call.hear(position, self._settings.keep_alive_s):
+                await stream.write(KEEP_ALIVE)
+                continue
+            if call.error is not None and position == len(call.shown):
+                return
+            events = [] if begun else [writer.begin(call.num_prompt)]
+            begun = True
+            events += [writer.delta(choice, text.content, text.reasoning) for choice, text in call.shown[position:]]
+            position = len(call.shown)
+            await stream.write(b"".join(events))
+
+    async def _deliver(self, http: web.Request, session: Session, call: Call, response: web.StreamResponse) -> None:
+        """Hand over the rest. Delivered means: the last byte left this process while the connection stood."""
+        if http.transport is not None:
+            http.transport.set_write_buffer_limits(high=0)  # so that draining waits for an empty buffer
+        await response.write_eof()
+        if http.transport is None or http.transport.is_closing():
+            raise ConnectionResetError("the client went away")
+        self._settle(session, call, State.DELIVERED)
+
+    # --- the call ------------------------------------------------------------------------------------------------
+
+    def _call(self, session: Session, request: Request, num_bytes: int) -> Call:
+        """The call of a client that went away and asked the same, or a new one."""
+        key = _key(request)
+        max_tokens = min(request.asked.get("max_tokens", self._max_tokens), self._max_tokens)
+        for call in session.calls.get(key, ()) if session.id else ():  # what has no session is nobody's to repeat
+            if call.answers(key, max_tokens):
+                return call
+        self._check_limits(session, request.num_choices)
+        call = Call(request, key, max_tokens, num_bytes)
+        session.start(call, self._take(session, call))
+        return call
+
+    async def _take(self, session: Session, call: Call) -> None:
+        await self._turns.take(session, call)
+        if call.answered:
+            session.stored.keep(call.name, call.request, call.answered[0], session.traced)
+            if not call.has_client:
+                self._settle(session, call, State.UNDELIVERED)
+
+    def _check_limits(self, session: Session, num_choices: int) -> None:
+        limits = self._settings
+        in_flight = sum(not call.over for calls in session.calls.values() for call in calls)
+        if (
+            limits.session_max_turns is not None
+            and session.num_turns + in_flight + num_choices > limits.session_max_turns
+        ):
+            told = f"this session may take {limits.session_max_turns} turns (gateway.session_max_turns); open another"
+            raise RequestError(told, code="session_limit_exceeded", retry=False)
+        if limits.session_max_tokens is not None and session.num_tokens >= limits.session_max_tokens:
+            told = f"this session has sampled {session.num_tokens} tokens, {limits.session_max_tokens} are allowed"
+            told += " (gateway.session_max_tokens); open another"
+            raise RequestError(told, code="session_limit_exceeded", retry=False)
+
+    def _left(self, session: Session, call: Call) -> None:
+        """Nobody listens to `call` any more; unless it was delivered, a repeat may still come."""
+        kept = session.id and self._settings.on_disconnect == "commit"
+        call.leave(self._settings.disconnect_timeout_s if kept else 0)
+        if call.state is State.COMMITTED:
+            self._settle(session, call, State.UNDELIVERED)
+
+    def _settle(self, session: Session, call: Call, state: State) -> None:
+        """Say in the record whether the agent got its answer."""
+        call.advance(state)
+        if state is State.DELIVERED or not session.id:
+            session.forget(call)
+        if session.traced:
+            with suppress(TraceError):  # the session was released meanwhile
+                self._store.mark(session.id, [one.turn.id for one in call.answered], _MARKS[state])
+
+
+_MARKS: dict[State, TurnState] = {State.DELIVERED: "delivered", State.UNDELIVERED: "undelivered"}
+
+
+def _key(request: Request) -> bytes:
+    """Equal for requests that ask the same: not the same bytes, for clients change what means nothing."""
+    conversation = request.conversation
+    rest = [conversation.continues, request.num_choices, request.grammar]
+    asked = conversation_digest(conversation) + orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(asked, digest_size=16).digest()
+
+
+async def _break_off(http: web.Request, stream: web.StreamResponse, writer: Writer, e: Exception) -> None:
+    """Say the error and close without the protocol's end or HTTP's: nobody may take this for an answer."""
+    if not isinstance(e, StenographError):
+        log.error("bug while streaming", exc_info=e)
+    with suppress(ConnectionError):
+        await stream.write(writer.failed(e))
+    if http.transport is not None:
+        http.transport.close()

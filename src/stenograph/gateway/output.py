@@ -1,0 +1,212 @@
+"""What an engine has sampled of one turn, and what of it the agent may see: what was shown stands."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import numpy as np
+import orjson
+
+from stenograph.engines.base import Chunk
+from stenograph.errors import EngineError, EngineUnavailable
+from stenograph.rendering.base import Delta, Rendering
+from stenograph.types import Conversation, EndedBy, FinishReason, Ids, Message, Reply
+
+
+class Aborted(EngineUnavailable):
+    """The engine gave the generation up."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine aborted the generation; try again", retry_after_s=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a turn ended. `shown` is `reply` less what the agent had begun itself."""
+
+    reply: Reply
+    shown: Reply
+    finish_reason: FinishReason
+    ended_by: EndedBy
+    notes: tuple[str, ...]
+
+
+class Output:
+    """Collects one turn's chunks. `begun` is the reply's beginning where the agent wrote it, `begun_ids` its ids."""
+
+    def __init__(
+        self,
+        rendering: Rendering,
+        prompt_ids: Ids,
+        conversation: Conversation,
+        stop: tuple[str, ...],
+        show: Callable[[Delta], None],
+        begun: Message | None = None,
+        begun_ids: Ids | None = None,
+    ) -> None:
+        self._rendering = rendering
+        self._prompt_ids, self._conversation = prompt_ids, conversation
+        self._parser = rendering.stream(prompt_ids, conversation)
+        self._stop = _StopStrings(stop)
+        self._show = show
+        self._begun_ids = begun_ids
+        # Prefill and output are read as one text, so that white space between them survives.
+        self._skip_content = _Skip(begun.content.strip() if begun else "")
+        self._skip_reasoning = _Skip(begun.reasoning.strip() if begun else "")
+        self._chunks: list[Chunk] = []
+        self._content = self._reasoning = ""
+        self._finish_reason: FinishReason = "stop"
+        self.num_tokens = 0
+        self.num_reasoning = 0
+        self.versions: list[tuple[int, int]] = []
+        if begun_ids is not None:
+            self._emit(self._parser.feed(begun_ids))
+
+    def take(self, chunk: Chunk) -> bool:
+        """Add a chunk; True when a stop string ends the turn here."""
+        if len(chunk.ids):
+            if not self.versions or self.versions[-1][1] != chunk.version:
+                self.versions.append((self.num_tokens, chunk.version))
+            self._chunks.append(chunk)
+            self.num_tokens += len(chunk.ids)
+            self._emit(self._parser.feed(chunk.ids))
+        if chunk.finish_reason is not None:
+            self._finish_reason = chunk.finish_reason
+        return self._stop.found is not None
+
+    def finish(self) -> Finished:
+        """Show what was held back and is text, and say how the turn ended."""
+        if self._stop.found is None:
+            self._emit(self._parser.finish())
+        if self._stop.found is None:
+            self._emit_text(self._stop.release())
+        if self._stop.found is not None:
+            shown = Reply(self._content, self._reasoning)
+            return Finished(self._whole(shown), shown, "stop", "stop", ())
+        ids = self.ids if self._begun_ids is None else np.concatenate([self._begun_ids, self.ids])
+        reply = self._rendering.parse(ids, self._prompt_ids, self._conversation)
+        shown = replace(reply, content=self._content, reasoning=self._reasoning)
+        whole = self._whole(shown)
+        notes = () if whole == reply else ("parser_disagrees",)
+        notes += ("malformed_arguments",) if any(not _is_json(call.arguments) for call in reply.tool_calls) else ()
+        ended_by: EndedBy = "eos" if self._finish_reason == "stop" else self._finish_reason
+        return Finished(whole, shown, self._finish_reason, ended_by, notes)
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stop.found
+
+    @property
+    def ids(self) -> Ids:
+        return _joined([chunk.ids for chunk in self._chunks], np.int32)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        return _joined([chunk.logprobs for chunk in self._chunks], np.float32)
+
+    @property
+    def experts(self) -> np.ndarray | None:
+        parts = [chunk.experts for chunk in self._chunks if chunk.experts is not None]
+        return np.concatenate(parts) if parts else None
+
+    def _whole(self, shown: Reply) -> Reply:
+        content, reasoning = self._skip_content.text + shown.content, self._skip_reasoning.text + shown.reasoning
+        return replace(shown, content=content, reasoning=reasoning)
+
+    def _emit(self, delta: Delta) -> None:
+        reasoning = self._skip_reasoning.cut(delta.reasoning)
+        if reasoning:
+            self._reasoning += reasoning
+            self.num_reasoning = self.num_tokens
+            self._show(Delta(reasoning=reasoning))
+        self._emit_text(self._stop.feed(self._skip_content.cut(delta.content)))
+
+    def _emit_text(self, content: str) -> None:
+        if content:
+            self._content += content
+            self._show(Delta(content))
+
+
+class _Skip:
+    """Takes a known beginning off a text that arrives in pieces."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._left = len(text)
+
+    def cut(self, piece: str) -> str:
+        if not self._left:
+            return piece
+        cut = min(self._left, len(piece))
+        self._left -= cut
+        return piece[cut:]
+
+
+class _StopStrings:
+    """Cuts visible text at the first stop string; holds back what may still become one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        if not self._stops or not text:
+            return text
+        text = self._held + text
+        cut, found = min(((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=(-1, None))
+        if found is not None:
+            self.found, self._held = found, ""
+            return text[:cut]
+        held = max(
+            (n for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
+            default=0,
+        )
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def release(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+
+async def checked(
+    chunks: AsyncGenerator[Chunk, None], max_tokens: int, wants_experts: bool
+) -> AsyncGenerator[Chunk, None]:
+    """Pass chunks on while they are a sound answer. Raises EngineError for one that could not be recorded truly."""
+    num_ids, finished = 0, False
+    async with aclosing(chunks) as source:
+        async for chunk in source:
+            num_ids += len(chunk.ids)
+            if len(chunk.ids) != len(chunk.logprobs):
+                told = f"{len(chunk.logprobs)} logprobs for {len(chunk.ids)} tokens; start the engine with logprobs on"
+                raise EngineError(f"the engine sent {told}")
+            if not np.isfinite(chunk.logprobs).all():
+                raise EngineError("the engine sent a logprob that is no number; is the temperature too close to 0?")
+            if num_ids > max_tokens:
+                raise EngineError(f"the engine sent {num_ids} tokens, {max_tokens} were asked")
+            if wants_experts and (0 if chunk.experts is None else len(chunk.experts)) != len(chunk.ids):
+                told = f"no routed experts for {len(chunk.ids)} tokens; start the engine so that it returns them"
+                raise EngineError(f"the engine sent {told}, or set engine.experts = false")
+            if chunk.finish_reason == "abort":
+                raise Aborted
+            yield chunk
+            if chunk.finish_reason is not None:
+                finished = True
+                break
+    if not finished:
+        raise EngineError(f"the engine's stream ended after {num_ids} tokens without a finish reason")
+
+
+def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True

@@ -1,0 +1,51 @@
+"""Responses that a request may go on from by id: a traced session reads them from its tree, and keeps nothing twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from stenograph.dialects.base import Answered, Request
+from stenograph.errors import RequestError
+from stenograph.traces.tree import TraceTree
+from stenograph.types import Message
+
+_PREFIX = "resp_"
+_MAX_UNTRACED = 256  # kept with their whole conversation, the oldest forgotten first
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponses:
+    """One session's, by the name of their turn."""
+
+    _num_instructions: dict[str, int] = field(default_factory=dict)
+    _untraced: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+
+    def resolve(self, request: Request, tree: TraceTree | None) -> Request:
+        """`request` with what came before it. Raises RequestError where its `previous` is not there."""
+        if request.previous is None:
+            return request
+        name = request.previous.removeprefix(_PREFIX)
+        messages = self._untraced.get(name)
+        if tree is not None and name in self._num_instructions:
+            turn = f"turn_{name}"
+            said = (*tree.conversation(turn).messages, tree.turns[turn].reply.message())
+            messages = said[self._num_instructions[name] :]
+        if messages is None:
+            told = f"previous_response_id: no response {request.previous!r} is stored in this session; send its items"
+            raise RequestError(told, code="previous_response_not_found", param="previous_response_id")
+        new = request.conversation.messages
+        split = request.num_instructions
+        conversation = replace(request.conversation, messages=new[:split] + messages + new[split:])
+        return replace(request, conversation=conversation)
+
+    def keep(self, name: str, request: Request, answered: Answered, traced: bool) -> None:
+        """Remember the response named `name`; instructions are not carried over to the next."""
+        if not request.store:
+            return
+        if traced:
+            self._num_instructions[name] = request.num_instructions
+            return
+        said = (*request.conversation.messages, answered.turn.reply.message())
+        self._untraced[name] = said[request.num_instructions :]
+        if len(self._untraced) > _MAX_UNTRACED:
+            del self._untraced[next(iter(self._untraced))]
