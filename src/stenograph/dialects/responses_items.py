@@ -133,9 +133,7 @@ class _Transcript:
 
     def add(self, message: Message) -> None:
         self.messages.append(message)
-        self._in_a_row = False
-        if message.role != "tool":  # a client may put the result of each parallel call right behind it
-            self._last = None
+        self._in_a_row = False  # ids may still say that what follows belongs to the last turn: a further parallel call
 
     def said(self, item: Fields, stage: Stage, turn: str | None = None) -> _Said:
         """The message that an assistant's item belongs to."""

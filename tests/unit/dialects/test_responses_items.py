@@ -97,6 +97,10 @@ def test_calls_one_after_the_other_are_turns_of_their_own() -> None:
         ),
         (said(NAME, text("a"), thought("b")), [Message("assistant", "a", "b")]),
         (
+            [thought("r"), *said(NAME, text("a")), *said(OTHER, call("a"))],
+            [Message("assistant", "a", "r"), Message("assistant", tool_calls=CALLS[:1])],
+        ),
+        (
             [{**thought("a"), "id": "rs_00c5831fa9544977b2c2"}, {**text("b"), "id": "msg_d260e6079b2d4650923e"}],
             [Message("assistant", "b", "a")],  # another server's ids say nothing of turns
         ),

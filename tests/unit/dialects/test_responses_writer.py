@@ -191,6 +191,7 @@ def test_calls_are_given_back_in_the_form_of_their_tools() -> None:
         ToolCall("call_2", "patch", '{"input": "*** é"}'),
         ToolCall("call_3", "patch", '{"patch": 1}'),
         ToolCall("call_4", "close", "{}"),
+        ToolCall("call_5", "patch", '{"input": "x", "more": 1}'),
     )
     output = json.loads(make_writer(parse(tools=TOOLS)).whole([make_answered(Reply(tool_calls=calls))]))["output"]
     function = {"type": "function_call", "status": "completed"}
@@ -208,6 +209,7 @@ def test_calls_are_given_back_in_the_form_of_their_tools() -> None:
         {**custom, "id": f"ctc_{NAME}_2", "call_id": "call_2", "input": "*** é"},
         {**custom, "id": f"ctc_{NAME}_3", "call_id": "call_3", "input": '{"patch": 1}'},  # the way the model wrote it
         {**function, "id": f"fc_{NAME}_4", "call_id": "call_4", "name": "close", "arguments": "{}"},
+        {**custom, "id": f"ctc_{NAME}_5", "call_id": "call_5", "input": '{"input": "x", "more": 1}'},
     ]
     assert [one.name for one in read(*output)[0].tool_calls] == [one.name for one in calls]
 
