@@ -188,6 +188,14 @@ def _common_prefix(a: Ids, b: Ids) -> int:
     return int(different[0]) if len(different) else n
 
 
+def _canonical(arguments: str) -> str:
+    """Arguments in one spelling. A protocol that carries them as an object loses the model's own on the way."""
+    try:
+        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return arguments
+
+
 def conversation_digest(conversation: Conversation) -> bytes:
     """Equal for conversations that say the same to the model."""
     return _digest(_tools_digest(conversation.tools), conversation.messages)
@@ -209,6 +217,6 @@ def _extend(digest: bytes, message: Message) -> bytes:
 
     Ids of calls are left out: clients replace them, and what the model sees of a call is its name and arguments.
     """
-    calls = [[call.name, call.arguments] for call in message.tool_calls]
+    calls = [[call.name, _canonical(call.arguments)] for call in message.tool_calls]
     seen = orjson.dumps([message.role, message.content, message.reasoning, calls, message.name])
     return hashlib.blake2b(digest + seen, digest_size=16).digest()

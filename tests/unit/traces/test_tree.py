@@ -61,7 +61,7 @@ def test_other_tools_are_another_conversation() -> None:
     assert tree.match(asking("a", "b", "c", tools=(Tool("t", "", {}),))) is None
 
 
-def test_ids_of_calls_do_not_part_conversations() -> None:
+def test_ids_and_spelling_of_calls_do_not_part_conversations() -> None:
     from stenograph.types import Conversation, Reply, ToolCall
 
     tree = TraceTree()
@@ -70,7 +70,9 @@ def test_ids_of_calls_do_not_part_conversations() -> None:
     tree.add(turn, None)
     echoed = Message("assistant", tool_calls=(ToolCall("other", "f", "{}"),))
     assert tree.match(Conversation((user("a"), echoed, Message("tool", "x", tool_call_id="other")))) is not None
-    changed = Message("assistant", tool_calls=(ToolCall("call_1", "f", "{ }"),))
+    respelled = Message("assistant", tool_calls=(ToolCall("call_1", "f", "{ }"),))
+    assert tree.match(Conversation((user("a"), respelled, Message("tool", "x")))) is not None
+    changed = Message("assistant", tool_calls=(ToolCall("call_1", "f", '{"a": 1}'),))
     assert tree.match(Conversation((user("a"), changed, Message("tool", "x")))) is None
 
 
