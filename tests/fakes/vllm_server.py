@@ -9,6 +9,7 @@ requests; past the end: 500. All fields but `ids` are optional:
     per_event       ids per event of the stream: 1
     delay_s         before the headers
     pace_s          before each event
+    done_s          before what follows the last
     piece           bytes per write to the socket
     echo            what is echoed instead of the prompt: "missing", "short", "other", or a value
     fault           "hang"     nothing is ever answered
@@ -192,6 +193,7 @@ class Server:
                 await send(self.event(body, [], [], "abort", echo=None))
                 break
             await send(event)
+        await asyncio.sleep(line.get("done_s", 0))
         if fault == "open":
             await asyncio.Event().wait()
         transport = request.transport

@@ -48,7 +48,7 @@ _CONTROLS = {
 # ... and what samples tokens, itself or at an address below.
 _SAMPLES = {
     "audio", "batches", "chat", "completion", "completions", "completions_qos", "decisions", "fim", "generate",
-    "images", "inference", "infill", "interactions", "invocations", "messages", "realtime", "responses", "videos",
+    "images", "inference", "infill", "invocations", "messages", "realtime", "responses", "videos",
 }  # fmt: skip
 
 
@@ -59,11 +59,12 @@ def is_engine_control(path: str) -> bool:
 
 def is_unrecorded_generation(method: str, path: str) -> bool:
     """Whether the engine would sample tokens there that no session would hear of."""
-    if method != "POST" or is_generation(method, path) or path == COUNT_TOKENS:
+    if method.upper() != "POST" or is_generation(method, path) or path == COUNT_TOKENS:
         return False
     return _first(path) in _SAMPLES and path.rpartition("/")[2] not in ("render", "cancel", "input_tokens")
 
 
 def _first(path: str) -> str:
     """The first word of a normalised path, /v1 apart."""
-    return path.removeprefix("/v1").lstrip("/").partition("/")[0]
+    words = path.split("/")[1:]
+    return words[1] if words[0] == "v1" and len(words) > 1 else words[0]

@@ -370,7 +370,7 @@ async def test_a_slow_server_is_waited_for(engine: VllmEngine, server: FakeVllm)
 
 
 async def test_a_connection_serves_again(engine: VllmEngine, server: FakeVllm) -> None:
-    server.play({"ids": [1]}, loop=True)
+    server.play({"ids": [1], "done_s": 0.01}, loop=True)
     opened = engine._session.connector
     assert opened is not None
     for _ in range(5):
