@@ -299,6 +299,24 @@ async def test_a_response_goes_on_from_the_one_it_names(traced: bool) -> None:
         assert (await session.ask(unkept, "/v1/responses"))[0] == 400
 
 
+async def test_items_sent_by_their_ids_alone_are_found() -> None:
+    async with listening([CALLING, SAYING]) as client:
+        session = await client.open()
+        asked = responses_ask("hello")
+        _, _, body = await session.ask(encoded(asked), "/v1/responses")
+        output = json.loads(body)["output"]
+        assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+        asked["input"] += [{"type": "item_reference", "id": item["id"]} for item in output]
+        asked["input"].append({"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "done"})
+        status, _, _ = await session.ask(encoded(asked), "/v1/responses")
+        assert status == 200
+        kinds = [node["kind"] for node in (await client.json("GET", f"/sessions/{session.id}/tree"))["nodes"]]
+        assert kinds == ["context", "output", "context", "output"]
+        asked["input"] = [{"type": "item_reference", "id": "msg_0123456789abcdef"}]
+        status, _, body = await session.ask(encoded(asked), "/v1/responses")
+        assert (status, json.loads(body)["error"]["param"]) == (400, "input")
+
+
 async def test_what_counts_tokens_or_comes_later_keeps_its_protocols_errors() -> None:
     async with listening([SAYING]) as client:
         session = await client.open()

@@ -36,7 +36,8 @@ class Request(ABC):
     """What a request asks, in whichever protocol. `asked` holds the sampling values given, by Sampling's names.
 
     `grammar` is a JSON schema for the answer. `previous` is the id of a stored response that `conversation` goes on
-    from; `num_instructions` of its messages hold for this request alone. `notes` say what was asked and is not done.
+    from; `num_instructions` of its messages hold for this request alone; `references` name the stored responses whose
+    replies stand at positions of it. `notes` say what was asked and is not done.
     """
 
     conversation: Conversation
@@ -49,6 +50,7 @@ class Request(ABC):
     previous: str | None = None
     store: bool = False
     num_instructions: int = 0
+    references: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @abstractmethod

@@ -47,7 +47,8 @@ def parse_request(body: bytes) -> ResponsesRequest:
     _refuse(fields)
     instructions = fields.get("instructions", str, "a text")
     begin = [Message("system", instructions)] if instructions else []
-    said, left_out_items = read_input(fields)
+    given = read_input(fields)
+    said = given.messages
     previous = fields.get("previous_response_id", str, "a response's id")
     if not said and previous is None:
         raise invalid("input", "must hold at least one message, or an item that makes one")
@@ -67,7 +68,8 @@ def parse_request(body: bytes) -> ResponsesRequest:
         previous=previous,
         store=fields.values.get("store") is None or fields.flag("store"),
         num_instructions=len(begin),
-        notes=tuple(dict.fromkeys([*_ignored(fields), *left_out_tools, *left_out_items])),
+        references={len(begin) + i: name for i, name in given.references.items()},
+        notes=tuple(dict.fromkeys([*_ignored(fields), *left_out_tools, *given.notes])),
         callees=callees,
         echo=_echo(fields),
         logprobs="message.output_text.logprobs" in include,

@@ -98,15 +98,29 @@ _OURS = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{16})(?:_[0-9]+)?")
 Stage = Literal["reasoning", "content", "call"]
 
 
-def read_input(fields: Fields) -> tuple[list[Message], list[str]]:
-    """The messages that `input` makes, and notes on the items that were left out."""
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The messages that `input` makes, and notes on the items that were left out.
+
+    `references` names the stored response whose reply stands at a position, where items were sent by their ids alone.
+    """
+
+    messages: list[Message]
+    notes: list[str]
+    references: dict[int, str]
+
+
+def read_input(fields: Fields) -> Input:
     value = fields.get("input", (str, list), "a text or a list of items")
     if isinstance(value, str):
-        return [Message("user", value)], []
+        return Input([Message("user", value)], [], {})
     transcript = _Transcript()
     for item in fields.objects("input"):
         _read_item(item, transcript)
-    return [one.message() if isinstance(one, _Said) else one for one in transcript.messages], transcript.notes
+    made = transcript.messages
+    messages = [one.message() if isinstance(one, _Said) else one for one in made]
+    references = {i: one.turn for i, one in enumerate(made) if isinstance(one, _Said) and one.turn and one.is_referred}
+    return Input(messages, transcript.notes, references)
 
 
 @dataclass(slots=True)
@@ -114,6 +128,7 @@ class _Said:
     """An assistant's message in the making; `turn` names the turn of ours that wrote it, where an id shows that."""
 
     turn: str | None
+    is_referred: bool = False  # to items that are stored, by their ids
     reasoning: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -171,8 +186,10 @@ def _read_item(item: Fields, transcript: _Transcript) -> None:
             output = _text(item.values.get("output"), f"{item.path}output")
             transcript.add(Message("tool", output, tool_call_id=item.text("call_id") or item.text("id")))
         case "item_reference":
-            told = f"refers to the stored item {shown(item.values.get('id'))}; send the item itself"
-            raise invalid(item.path, f'{told} (clients do so with "store": false), or use previous_response_id')
+            if not _OURS.fullmatch(item.text("id") or ""):
+                told = f"refers to an item that is not stored here, {shown(item.values.get('id'))}"
+                raise invalid(item.path, f'{told}; send the item itself (clients do so with "store": false)')
+            transcript.said(item, "call").is_referred = True
         case kind:
             transcript.notes.append(_left_out(kind))
 

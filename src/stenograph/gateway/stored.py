@@ -21,22 +21,29 @@ class StoredResponses:
     _untraced: dict[str, tuple[Message, ...]] = field(default_factory=dict)
 
     def resolve(self, request: Request, tree: TraceTree | None) -> Request:
-        """`request` with what came before it. Raises RequestError where its `previous` is not there."""
-        if request.previous is None:
+        """`request` with all that it names. Raises RequestError where that is not there."""
+        if request.previous is None and not request.references:
             return request
-        name = request.previous.removeprefix(_PREFIX)
+        messages = list(request.conversation.messages)
+        for position, name in request.references.items():
+            messages[position] = self._said(name, tree, "input")[-1]
+        if request.previous is not None:
+            name = request.previous.removeprefix(_PREFIX)
+            at = request.num_instructions
+            messages[at:at] = self._said(name, tree, "previous_response_id")
+        return replace(request, conversation=replace(request.conversation, messages=tuple(messages)))
+
+    def _said(self, name: str, tree: TraceTree | None, param: str) -> tuple[Message, ...]:
+        """The conversation up to the response named `name`, its reply last."""
         messages = self._untraced.get(name)
         if tree is not None and name in self._num_instructions:
             turn = f"turn_{name}"
             said = (*tree.conversation(turn).messages, tree.turns[turn].reply.message())
             messages = said[self._num_instructions[name] :]
         if messages is None:
-            told = f"previous_response_id: no response {request.previous!r} is stored in this session; send its items"
-            raise RequestError(told, code="previous_response_not_found", param="previous_response_id")
-        new = request.conversation.messages
-        split = request.num_instructions
-        conversation = replace(request.conversation, messages=new[:split] + messages + new[split:])
-        return replace(request, conversation=conversation)
+            told = f"{param}: no response {name!r} is stored in this session; send its items"
+            raise RequestError(told, code="previous_response_not_found", param=param)
+        return messages
 
     def keep(self, name: str, request: Request, answered: Answered, traced: bool) -> None:
         """Remember the response named `name`; instructions are not carried over to the next."""
