@@ -14,7 +14,7 @@ from stenograph.errors import RequestError, boundary
 from stenograph.rendering.arguments import compact, is_name, raw_arguments
 from stenograph.rendering.base import StreamParser
 from stenograph.rendering.detokenize import Detokenizer
-from stenograph.rendering.formats import FORMATS
+from stenograph.rendering.formats import FORMATS, build_grammar
 from stenograph.rendering.messages import (
     ASK,
     begun_message,
@@ -24,7 +24,7 @@ from stenograph.rendering.messages import (
     opening,
     tool_dicts,
 )
-from stenograph.rendering.stream import BufferedStream, Markers, MarkerStream
+from stenograph.rendering.stream import BufferedStream, Grammar, MarkerStream, State
 from stenograph.types import Conversation, Ids, Message, Reply, ToolCall
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 # These read more of the prompt than what follows its last stop token: Harmony and Inkling look for the header of
 # the message being written, Gemma 4 for an open tool response. A custom renderer may read anything.
 _READ_WHOLE_PROMPT = frozenset({"gpt-oss", "inkling", "gemma4", "custom"})
-# These mark reasoning and calls with tokens in one and the same way, so that text can be shown while it arrives.
-_MARKED = frozenset({"qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"})
 
 
 class FamilyRendering:
@@ -55,7 +53,10 @@ class FamilyRendering:
         self._stop = tuple(renderer.get_stop_token_ids())
         self._placement = find_placement(lambda messages: self._render_text(messages, generation=True))
         self._detokenizer = Detokenizer(tokenizer)
-        self._markers = self._find_markers() if name in _MARKED and Detokenizer.supports(tokenizer) else None
+        self._grammar: Grammar | None = None
+        if self._format is not None and Detokenizer.supports(tokenizer):
+            thinks = not self._format.by_option or self._thinks_by_option()
+            self._grammar = build_grammar(self._format, tokenizer, self._stop, thinks=thinks)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -93,27 +94,42 @@ class FamilyRendering:
                 text = opening(self._render_reply, message.reasoning)
         if text is None:
             # Some prompts open reasoning that the family's own rendering of a reply leaves out.
-            text = f"{message.reasoning}\n{self._format.reasoning[1]}\n\n" if thinks and self._format else ""
+            end = self._format.reasoning[1] if self._format is not None and self._format.reasoning is not None else ""
+            text = f"{message.reasoning}\n{end}\n\n" if thinks else ""
         elif thinks and message.reasoning not in text:  # a family may print none of earlier turns
             text = message.reasoning + text
         return self.encode_text(text + message.content.lstrip())
+
+    @property
+    def streams(self) -> bool:
+        """Whether text is shown while it arrives."""
+        return self._grammar is not None
 
     def parse(self, output_ids: Ids, prompt_ids: Ids, conversation: Conversation) -> Reply:
         ids = self._until_stop(output_ids.tolist())
         tail = self._tail(prompt_ids)
         tools: Any = tool_dicts(conversation.tools)
+        if self._format is not None and self._format.rescinds is not None:
+            rescinded, start = self._read_ahead(ids, tail)
+            if rescinded:
+                return self._plain_reply(ids, tail, start)
         try:
-            return self._reply(ids, self._renderer.parse_response(output_ids.tolist(), tools=tools, prompt_ids=tail))
+            parsed = self._renderer.parse_response(output_ids.tolist(), tools=tools, prompt_ids=tail)
+            if not parsed.reasoning_complete and self._name == "inkling":
+                # Its parser drops the content before reasoning that was cut off.
+                end = self._tokenizer.encode("<|end_message|>", add_special_tokens=False)
+                parsed = self._renderer.parse_response([*ids, *end], tools=tools, prompt_ids=tail)
+            return self._reply(ids, parsed)
         except Exception:  # these parsers read what a model wrote at random: any failure of theirs means plain text
-            return self._plain_reply(ids, tail)
+            return self._plain_reply(ids, tail, self._read_ahead(ids, tail)[1])
 
     def stream(self, prompt_ids: Ids, conversation: Conversation) -> StreamParser:
         def parse(ids: Ids) -> Reply:
             return self.parse(ids, prompt_ids, conversation)
 
-        if self._markers is None:
+        if self._grammar is None:
             return BufferedStream(parse)
-        return MarkerStream(self._detokenizer, self._markers, self._in_reasoning(self._tail(prompt_ids)), parse)
+        return MarkerStream(self._detokenizer, self._grammar, self._in_reasoning(self._tail(prompt_ids)), parse)
 
     def decode(self, ids: Ids) -> str:
         return self._text(ids.tolist())
@@ -151,7 +167,7 @@ class FamilyRendering:
 
     def _turn_start(self, tail: list[int]) -> int:
         """Where the turn begins for a bridge: behind the prompt, or where one does not look there for what is begun."""
-        if self._format is None or not self._format.set_by_config:
+        if self._format is None or not self._format.by_option:
             return len(tail)
         header = self._tokenizer.encode(self._format.header, add_special_tokens=False)[-1]
         return len(tail) - tail[::-1].index(header) if header in tail else len(tail)
@@ -159,10 +175,10 @@ class FamilyRendering:
     def _in_reasoning(self, tail: list[int]) -> bool:
         """Whether the prompt leaves the model in the middle of its reasoning."""
         form = self._format
-        if form is None:
+        if form is None or form.reasoning is None:
             return False
-        if form.set_by_config:
-            return bool(getattr(getattr(self._renderer, "config", None), "enable_thinking", True))
+        if form.by_option:
+            return self._thinks_by_option()
         return prompt_ends_in_reasoning(
             self._tokenizer,
             tail,
@@ -170,8 +186,11 @@ class FamilyRendering:
             close_marker=form.reasoning[1],
             stop_ids=frozenset(self._stop),
             assistant_prefix=form.header,
-            initial_only=not form.channels,
+            initial_only=not form.in_channels,
         )
+
+    def _thinks_by_option(self) -> bool:
+        return bool(getattr(getattr(self._renderer, "config", None), "enable_thinking", True))
 
     def _render_reply(self, reply: Message | None) -> str:
         """A stand-in question with `reply`, or with the generation prompt."""
@@ -183,11 +202,6 @@ class FamilyRendering:
 
     def _text(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids))
-
-    def _find_markers(self) -> Markers:
-        names = ["<|im_start|>", "<think>", "</think>", "<tool_call>"]
-        turn, reasoning, reasoning_end, call = (self._tokenizer.encode(x, add_special_tokens=False)[0] for x in names)
-        return Markers(self._stop, turn, reasoning, reasoning_end, call)
 
     def _until_stop(self, ids: list[int]) -> list[int]:
         return next((ids[:i] for i, token in enumerate(ids) if token in self._stop), ids)
@@ -205,9 +219,16 @@ class FamilyRendering:
             end = attempt.token_span[1] if attempt.token_span is not None else end
         return Reply(content.strip(), (parsed.reasoning_content or "").strip(), tuple(calls))
 
-    def _plain_reply(self, ids: list[int], tail: list[int]) -> Reply:
-        """What a failed parser leaves: everything from the first call on is text."""
-        start = ids.index(self._markers.call_start) if self._markers and self._markers.call_start in ids else 0
+    def _read_ahead(self, ids: list[int], tail: list[int]) -> tuple[bool, int]:
+        """Whether the parser would take text back, and how many tokens are read before all is held."""
+        if self._grammar is None:
+            return False, 0
+        reader = MarkerStream(self._detokenizer, self._grammar, self._in_reasoning(tail), lambda _: Reply())
+        reader.feed(_array(ids))
+        return reader.state is State.RESCINDED, reader.num_read
+
+    def _plain_reply(self, ids: list[int], tail: list[int], start: int) -> Reply:
+        """What a failed parser leaves: everything from `start` on is text."""
         parsed = self._renderer.parse_response(ids[:start], prompt_ids=tail) if start else ParsedResponse("")
         failed = ParsedToolCall("", token_span=(start, len(ids)), status=ToolCallParseStatus.MALFORMED_STRUCTURE)
         return self._reply(ids, replace(parsed, tool_calls=[failed]))

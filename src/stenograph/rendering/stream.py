@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -30,88 +30,175 @@ class BufferedStream:
         return Delta(reply.content, reply.reasoning)
 
 
-@dataclass(frozen=True, slots=True)
-class Markers:
-    """The tokens that structure a turn: reasoning first, then content, then calls."""
+class State(Enum):
+    """Where in a turn the tokens read so far end."""
 
-    stop: Collection[int]
-    turn_start: int
-    reasoning_start: int
-    reasoning_end: int
-    call_start: int
-    reasoning_end_text: str = "</think>"
-
-
-class _State(Enum):
-    START = auto()  # nothing but white space so far: reasoning may still open
+    START = auto()  # nothing but white space: reasoning may still open
     REASONING = auto()
     CONTENT = auto()
+    BETWEEN = auto()  # behind a part, in a format that marks each
     HELD = auto()  # what this is, only the whole turn tells
+    RESCINDED = auto()  # held, and text: the family's parser would take back what was shown
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The markers of a turn as tokens, and where each leads from each state; what leads nowhere is text.
+
+    `header`: a turn that begins with it brings the header that the prompt has. `starts`: text with which a turn may
+    begin as something that only the whole of it tells; `spelled` may stand anywhere. `end`: the end marker of
+    reasoning, for parsers that split at the first in the text, though it be in letters. `lead`, as text and as ids,
+    begins reasoning that was opened in the turn, and is none. `after_space`: reasoning may open behind white space.
+    `bare_text`: content needs no marker. `joins`: a second start of reasoning within it does not cut its text.
+    """
+
+    states: Mapping[State, Mapping[int, State]]
+    header: int
+    starts: tuple[str, ...] = ()
+    spelled: tuple[str, ...] = ()
+    end: str = ""
+    lead: str = ""
+    lead_ids: tuple[int, ...] = ()
+    after_space: bool = True
+    bare_text: bool = True
+    joins: bool = True
 
 
 class MarkerStream:
     """For formats with a token per marker: text leaves at once, a call and all after it when the turn is whole."""
 
     def __init__(
-        self, detokenizer: Detokenizer, markers: Markers, in_reasoning: bool, parse: Callable[[Ids], Reply]
+        self, detokenizer: Detokenizer, grammar: Grammar, in_reasoning: bool, parse: Callable[[Ids], Reply]
     ) -> None:
-        self._markers = markers
+        self._grammar = grammar
         self._parse = parse
-        self._state = _State.REASONING if in_reasoning else _State.START
         self._ids: list[Ids] = []
-        self._first = True
         self._text = TokenText(detokenizer)
-        self._spelled: list[str] = []  # the reasoning, to look for markers spelled in it
         self._content, self._reasoning = Trimmed(), Trimmed()
+        self._new_content: list[str] = []
+        self._new_reasoning: list[str] = []
+        self._start = ""  # the turn's first text, while it may still be the start of something else
+        self._pending = ""  # the end of the text, while it may still become a spelled marker
+        self._letters = ""  # the end of the reasoning, while it may still become a spelled end marker
+        self._spelled_end = False
+        self._lead: tuple[str, tuple[int, ...]] | None = ("", ()) if grammar.lead else None
+        self._opened = not in_reasoning  # whether reasoning, if any, is opened by the turn itself
+        self.state = State.REASONING if in_reasoning else State.START
+        self.num_read = 0  # tokens before the one from which on everything is held
 
     def feed(self, ids: Ids) -> Delta:
         self._ids.append(ids)
-        content: list[str] = []
-        reasoning: list[str] = []
         for token in ids.tolist():
-            if self._state is not _State.HELD and (
-                token in self._markers.stop
-                or token == self._markers.call_start
-                or (self._first and token == self._markers.turn_start)
-            ):
-                self._state = _State.HELD
-            if self._state is _State.HELD:
+            if self.state in _HOLDING:
                 break
-            self._first = False
-            if self._state is _State.REASONING:
-                reasoning.append(self._read_reasoning(token))
-            else:
-                content.append(self._read_content(token))
-        return Delta("".join(content), "".join(reasoning))
+            self._read(token)
+            self.num_read += self.state not in _HOLDING
+        delta = Delta("".join(self._new_content), "".join(self._new_reasoning))
+        self._new_content.clear()
+        self._new_reasoning.clear()
+        return delta
 
     def finish(self) -> Delta:
         reply = self._parse(np.concatenate(self._ids) if self._ids else np.zeros(0, np.int32))
         return Delta(reply.content[self._content.num_shown :], reply.reasoning[self._reasoning.num_shown :])
 
-    def _read_content(self, token: int) -> str:
-        if self._state is _State.START and token == self._markers.reasoning_start:
-            shown = self._content.push(self._text.flush())
-            if not shown:
-                self._state = _State.REASONING
-                return ""
-            self._state = _State.CONTENT
-            return shown + self._content.push(self._text.push(token))
-        shown = self._content.push(self._text.push(token))
-        if shown:
-            self._state = _State.CONTENT
-        return shown
+    def _read(self, token: int) -> None:
+        grammar = self._grammar
+        target = grammar.states[self.state].get(token)
+        if self.num_read == 0:
+            if token == grammar.header:
+                target = State.HELD
+            elif self.state is State.REASONING and grammar.states[State.START].get(token) is State.REASONING:
+                self._opened = True  # anew, though the prompt has done so
+                return
+        if target is None:
+            self._read_text(token)
+        elif target in _HOLDING:
+            self.state = target
+        elif not (target is State.REASONING is self.state and grammar.joins):
+            self._enter(token, target)
 
-    def _read_reasoning(self, token: int) -> str:
-        if token == self._markers.reasoning_start:
-            return ""
-        ends = token == self._markers.reasoning_end
-        text = self._text.flush() if ends else self._text.push(token)
-        self._spelled.append(text)
-        if ends:
-            # Some parsers split at the first marker in the text; one that was spelled in letters comes before this one.
-            spelled = self._markers.reasoning_end_text in "".join(self._spelled)
-            self._state = _State.HELD if spelled else _State.CONTENT
-        return self._reasoning.push(text)
+    def _enter(self, token: int, target: State) -> None:
+        rest = self._text.flush()
+        if self.state is State.START:
+            self._start += rest
+            if self._start.strip():  # then this is no start any more
+                self.state = State.CONTENT
+                self._show(self._start)
+                self._read(token)
+                return
+        else:
+            if self.state is State.REASONING and self._lead is not None:
+                rest, self._lead = self._lead[0] + rest, None
+            self._show(rest)
+            self._push(self._pending)
+            self._pending = ""
+        if self.state not in _HOLDING:
+            self.state = State.HELD if self._spelled_end and self.state is State.REASONING else target
+
+    def _read_text(self, token: int) -> None:
+        text = self._text.push(token)
+        if self.state is State.START and self._grammar.bare_text:
+            self._read_start(text)
+        elif self.state in (State.START, State.BETWEEN):
+            self.state = State.HELD
+        elif self.state is State.REASONING and self._lead is not None:
+            self._read_lead(self._lead[0] + text, (*self._lead[1], token))
+        else:
+            self._show(text)
+
+    def _read_start(self, text: str) -> None:
+        self._start = (self._start + text).lstrip()
+        if any(self._start.startswith(start) for start in self._grammar.starts):
+            self.state = State.HELD
+        elif not self._grammar.after_space or (
+            self._start and not any(start.startswith(self._start) for start in self._grammar.starts)
+        ):
+            self.state = State.CONTENT
+            self._show(self._start)
+
+    def _read_lead(self, text: str, ids: tuple[int, ...]) -> None:
+        """Leave the lead of reasoning out; where it is there in part, or in other tokens, parsers differ on it."""
+        lead = self._grammar.lead
+        if self._opened and ids == self._grammar.lead_ids:
+            self._lead = None
+        elif text.startswith(lead):
+            self.state = State.HELD
+        elif lead.startswith(text):
+            self._lead = text, ids
+        else:
+            self._lead = None
+            self._show(text)
+
+    def _show(self, text: str) -> None:
+        if self.state is State.REASONING and self._grammar.end:
+            self._letters += text
+            self._spelled_end = self._spelled_end or self._grammar.end in self._letters
+            self._letters = self._letters[-len(self._grammar.end) + 1 :]
+        text = self._pending + text
+        places = [place for marker in self._grammar.spelled if (place := text.find(marker)) >= 0]
+        if places:
+            self._push(text[: min(places)])
+            self.state = State.HELD
+            return
+        num_pending = max((_overlap(text, marker) for marker in self._grammar.spelled), default=0)
+        self._pending = text[len(text) - num_pending :]
+        self._push(text[: len(text) - num_pending])
+
+    def _push(self, text: str) -> None:
+        if self.state is State.REASONING:
+            self._new_reasoning.append(self._reasoning.push(text))
+        else:
+            self._new_content.append(self._content.push(text))
+
+
+_HOLDING = (State.HELD, State.RESCINDED)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """How much of the start of `marker` the end of `text` is."""
+    longest = min(len(text), len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
 class TextStream:
