@@ -20,6 +20,7 @@ from stenograph.errors import ConfigError, RequestError, StenographError
 from stenograph.gateway import paths
 from stenograph.gateway.admin import SessionRoutes
 from stenograph.gateway.answers import Answers
+from stenograph.gateway.passthrough import Passthrough
 from stenograph.gateway.sessions import Session, Sessions
 from stenograph.gateway.turns import Turns
 from stenograph.rendering.base import Rendering
@@ -49,6 +50,7 @@ class Gateway:
         )
         self._turns = Turns(self.engine, self.rendering, self.store, self.config)
         self._answers = Answers(self._turns, self.store, self.config)
+        self._passthrough = Passthrough(self.engine.server) if self.engine.server is not None else None
         self._admin = SessionRoutes(self.sessions, settings.seal_timeout_s)
         self._runner: web.AppRunner | None = None
         self._expiry: asyncio.Task[None] | None = None
@@ -84,6 +86,8 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if self._passthrough is not None:
+            await self._passthrough.aclose()
 
     async def _expire(self) -> None:
         while True:
@@ -129,15 +133,28 @@ class Gateway:
         if path == "/v1/models" and method == "GET":
             model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "stenograph"}
             return _json({"object": "list", "data": [model]})
-        told = f"{method} {path} is not served: this engine has no server of its own to pass it to"
-        if not path.startswith(self.config.gateway.passthrough):
-            told = f"{method} {path} is not an address of this gateway"
-        raise RequestError(told, status=404, retry=False)
+        self._check_auxiliary(method, path, session, _key(request))
+        if self._passthrough is None:
+            told = f"{method} {path} is not served: this engine has no server of its own to pass it to"
+            raise RequestError(told, status=404, retry=False)
+        return await self._passthrough.forward(request, path, await request.read())
 
     def _named(self, request: web.Request, session: Session, named: str | None) -> Session:
         """The session that a header or the body names, where neither path nor key has chosen one already."""
         hint = own_session(request.headers.get("x-session-id")) or named
         return self.sessions.find(hint) if hint is not None and session is self.sessions.untraced else session
+
+    def _check_auxiliary(self, method: str, path: str, session: Session, key: str | None) -> None:
+        """Refuse what a session's key may not have passed on; the admin's may everything."""
+        if session is self.sessions.untraced or self.sessions.holds_admin(key):
+            return
+        if not path.startswith(self.config.gateway.passthrough):
+            raise RequestError(f"{method} {path} is not an address of this gateway", status=404, retry=False)
+        if paths.is_engine_control(path):
+            raise RequestError(f"{path} controls the engine; it needs the admin key", status=403, retry=False)
+        if session.traced and paths.is_unrecorded_generation(method, path):
+            told = f"{method} {path} would go unrecorded; use one of {', '.join(sorted(paths.GENERATION))}"
+            raise RequestError(told, status=501, retry=False)
 
 
 _DIALECTS: dict[str, Dialect] = {"messages": messages, "responses": responses}
