@@ -157,11 +157,17 @@ class Loop:
             "num_rollouts": len(batch.rollouts),
             "status": dict(Counter(rollout.status for rollout in batch.rollouts)),
             "num_sampled_tokens": sum(held.sampled for held in ledgers.values()),
+            "notes": self._notes(sessions),
             "training_seconds": report.seconds,
             "seconds": seconds,
             **self.dtypes,
         }
         self._add(row)
+
+    def _notes(self, sessions: Iterable[str]) -> dict[str, int]:
+        """What was noted on turns (`clamped:max_tokens`, `parser_disagrees`, ...), and on how many."""
+        turns = (turn for session in sessions for turn in self.store.tree(session).turns.values())
+        return dict(Counter(note for turn in turns for note in turn.notes))
 
     async def _release(self, rollouts: Iterable[Rollout]) -> None:
         """Let a batch's sessions go: the gateway owns them, their addresses as well as their records."""

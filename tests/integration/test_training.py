@@ -24,7 +24,7 @@ STENO = str(Path(sys.executable).parent / "steno")
 AGENT = """
 import json, os, sys, urllib.request
 def ask(messages):
-    body = json.dumps({"model": "m", "messages": messages, "max_tokens": 12}).encode()
+    body = json.dumps({"model": "m", "messages": messages, "max_tokens": 12, "seed": 1}).encode()
     headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
@@ -96,6 +96,7 @@ def test_a_run_leaves_a_whole_record(project: Path) -> None:
     assert (summary["status"], summary["steps"], summary["error"]) == ("completed", 2, None)
 
     steps = [row for row in rows(run / "metrics.jsonl") if "reward_mean" in row]
+    assert [row["notes"]["ignored:seed"] for row in steps] == [12, 12]  # two turns of six rollouts
     evaluations = [row for row in rows(run / "metrics.jsonl") if "eval_reward_mean" in row]
     assert [row["step"] for row in steps] == [1, 2]
     assert [row["step"] for row in evaluations] == [0, 2]
