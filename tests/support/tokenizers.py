@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from renderers.gpt_oss import GptOssRenderer
+
 from stenograph.config import ModelConfig
 from stenograph.rendering import Rendering, builtin_tokenizer, load_rendering
 from stenograph.rendering.family import FamilyRendering
@@ -22,11 +24,24 @@ def family(**options: object) -> Rendering:
     return load_rendering(ModelConfig.model_validate(options))
 
 
-def any_family(name: str, **options: object) -> FamilyRendering:
+def any_family(name: str, *, think_tokens: bool = True, **options: bool) -> FamilyRendering:
     """A family of `renderers` over the built-in tokenizer with the special tokens that it wants besides."""
-    tokenizer = builtin_tokenizer()
+    tokenizer = builtin_tokenizer() if think_tokens else builtin_tokenizer(["<|im_start|>"])
     tokenizer.add_special_tokens({"extra_special_tokens": FAMILY_TOKENS[name]}, replace_extra_special_tokens=False)
     return family_rendering(tokenizer, {"name": name, **options}, ModelConfig())
+
+
+def harmony() -> FamilyRendering:
+    """gpt-oss, which parses but does not render: it renders with a vocabulary of its own that is downloaded."""
+    tokens = {"_start": "<|start|>", "_end": "<|end|>", "_return": "<|return|>", "_call": "<|call|>"}
+    tokens |= {"_channel": "<|channel|>", "_message": "<|message|>", "_constrain": "<|constrain|>"}
+    tokenizer = builtin_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": list(tokens.values())}, replace_extra_special_tokens=False)
+    renderer = object.__new__(GptOssRenderer)
+    setattr(renderer, "_tokenizer", tokenizer)  # noqa: B010
+    for name, token in tokens.items():
+        setattr(renderer, name, tokenizer.convert_tokens_to_ids(token))
+    return FamilyRendering(tokenizer, renderer, None, "gpt-oss")
 
 
 def tagged_family() -> Rendering:
@@ -66,8 +81,7 @@ _KIMI = [
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
 ]
-# What each family looks up in its tokenizer, beyond what the built-in one has. gpt-oss is not here: it renders with a
-# vocabulary of its own that is downloaded.
+# What each family looks up in its tokenizer, beyond what the built-in one has; gpt-oss is `harmony`.
 FAMILY_TOKENS: dict[str, list[str]] = {
     "qwen3": [],
     "prime-qwen3": [],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from stenograph.rendering.arguments import compact, is_name, raw_arguments
 from stenograph.rendering.base import StreamParser
 from stenograph.rendering.detokenize import Detokenizer
 from stenograph.rendering.formats import FORMATS, build_grammar
+from stenograph.rendering.harmony import Harmony, HarmonyStream
 from stenograph.rendering.messages import (
     ASK,
     begun_message,
@@ -54,9 +55,13 @@ class FamilyRendering:
         self._placement = find_placement(lambda messages: self._render_text(messages, generation=True))
         self._detokenizer = Detokenizer(tokenizer)
         self._grammar: Grammar | None = None
-        if self._format is not None and Detokenizer.supports(tokenizer):
-            thinks = not self._format.by_option or self._thinks_by_option()
-            self._grammar = build_grammar(self._format, tokenizer, self._stop, thinks=thinks)
+        self._harmony: Harmony | None = None
+        if Detokenizer.supports(tokenizer):
+            if name == "gpt-oss":
+                self._harmony = Harmony.of(tokenizer, self._stop)
+            elif self._format is not None:
+                thinks = not self._format.by_option or self._thinks_by_option()
+                self._grammar = build_grammar(self._format, tokenizer, self._stop, thinks=thinks)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -103,7 +108,7 @@ class FamilyRendering:
     @property
     def streams(self) -> bool:
         """Whether text is shown while it arrives."""
-        return self._grammar is not None
+        return self._grammar is not None or self._harmony is not None
 
     def parse(self, output_ids: Ids, prompt_ids: Ids, conversation: Conversation) -> Reply:
         ids = self._until_stop(output_ids.tolist())
@@ -127,9 +132,7 @@ class FamilyRendering:
         def parse(ids: Ids) -> Reply:
             return self.parse(ids, prompt_ids, conversation)
 
-        if self._grammar is None:
-            return BufferedStream(parse)
-        return MarkerStream(self._detokenizer, self._grammar, self._in_reasoning(self._tail(prompt_ids)), parse)
+        return self._reader(self._tail(prompt_ids), parse) or BufferedStream(parse)
 
     def decode(self, ids: Ids) -> str:
         return self._text(ids.tolist())
@@ -219,11 +222,18 @@ class FamilyRendering:
             end = attempt.token_span[1] if attempt.token_span is not None else end
         return Reply(content.strip(), (parsed.reasoning_content or "").strip(), tuple(calls))
 
+    def _reader(self, tail: list[int], parse: Callable[[Ids], Reply]) -> MarkerStream | None:
+        if self._harmony is not None:
+            return HarmonyStream(self._detokenizer, self._harmony, tail, parse)
+        if self._grammar is not None:
+            return MarkerStream(self._detokenizer, self._grammar, self._in_reasoning(tail), parse)
+        return None
+
     def _read_ahead(self, ids: list[int], tail: list[int]) -> tuple[bool, int]:
         """Whether the parser would take text back, and how many tokens are read before all is held."""
-        if self._grammar is None:
+        reader = self._reader(tail, lambda _: Reply())
+        if reader is None:
             return False, 0
-        reader = MarkerStream(self._detokenizer, self._grammar, self._in_reasoning(tail), lambda _: Reply())
         reader.feed(_array(ids))
         return reader.state is State.RESCINDED, reader.num_read
 

@@ -135,7 +135,7 @@ def build_grammar(form: Format, tokenizer: PreTrainedTokenizerBase, stop: tuple[
             start[closes] = State.CONTENT
             content |= {opens: State.REASONING, closes: State.CONTENT}
     else:
-        starts += reasoning_markers[:1]  # the markers, if any, are letters
+        starts += reasoning_markers[:1]
     if form.rescinds is not None:
         content |= dict.fromkeys(tokens(form.rescinds), State.RESCINDED)
         start = dict.fromkeys(tokens(form.rescinds), State.RESCINDED) | start
@@ -151,4 +151,5 @@ def build_grammar(form: Format, tokenizer: PreTrainedTokenizerBase, stop: tuple[
         after_space=not form.lead,
         bare_text=form.text is None,
         joins=not form.reopens,
+        in_letters=len(markers) < len(reasoning_markers),
     )

@@ -50,6 +50,7 @@ class Grammar:
     reasoning, for parsers that split at the first in the text, though it be in letters. `lead`, as text and as ids,
     begins reasoning that was opened in the turn, and is none. `after_space`: reasoning may open behind white space.
     `bare_text`: content needs no marker. `joins`: a second start of reasoning within it does not cut its text.
+    `in_letters`: the tokenizer has no tokens for the markers of reasoning.
     """
 
     states: Mapping[State, Mapping[int, State]]
@@ -62,6 +63,7 @@ class Grammar:
     after_space: bool = True
     bare_text: bool = True
     joins: bool = True
+    in_letters: bool = False
 
 
 class MarkerStream:
@@ -84,6 +86,8 @@ class MarkerStream:
         self._lead: tuple[str, tuple[int, ...]] | None = ("", ()) if grammar.lead else None
         self._opened = not in_reasoning  # whether reasoning, if any, is opened by the turn itself
         self.state = State.REASONING if in_reasoning else State.START
+        if in_reasoning and grammar.in_letters:
+            self.state = State.HELD
         self.num_read = 0  # tokens before the one from which on everything is held
 
     def feed(self, ids: Ids) -> Delta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stenograph.config import ModelConfig
@@ -39,7 +40,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def builtin_tokenizer() -> PreTrainedTokenizerBase:
+def builtin_tokenizer(markers: Sequence[str] = _MARKERS) -> PreTrainedTokenizerBase:
     """A byte-level tokenizer with Qwen3's special tokens: no download, any text, the same ids everywhere."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -53,7 +54,7 @@ def builtin_tokenizer() -> PreTrainedTokenizerBase:
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,
         unk_token=None,
-        extra_special_tokens=list(_MARKERS),
+        extra_special_tokens=list(markers),
         clean_up_tokenization_spaces=False,
     )
 
