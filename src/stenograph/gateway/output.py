@@ -90,7 +90,7 @@ class Output:
         shown = replace(reply, content=self._content, reasoning=self._reasoning)
         whole = self._whole(shown)
         notes = () if whole == reply else ("parser_disagrees",)
-        notes += ("malformed_arguments",) if any(not _is_json(call.arguments) for call in reply.tool_calls) else ()
+        notes += ("malformed_arguments",) if any(not _is_object(call.arguments) for call in reply.tool_calls) else ()
         ended_by: EndedBy = "eos" if self._finish_reason == "stop" else self._finish_reason
         return Finished(whole, shown, self._finish_reason, ended_by, notes)
 
@@ -204,9 +204,8 @@ def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
 
 
-def _is_json(text: str) -> bool:
+def _is_object(text: str) -> bool:
     try:
-        orjson.loads(text)
+        return isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:
         return False
-    return True

@@ -1,0 +1,123 @@
+"""What an engine sends is passed on while it is sound; what an agent began or a stop string cut is kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stenograph.engines.base import Chunk
+from stenograph.errors import EngineError, EngineUnavailable
+from stenograph.gateway.output import Output, checked
+from stenograph.rendering.base import Delta
+from stenograph.types import Conversation, FinishReason, Message
+from support.listening import rendering
+
+RENDERING = rendering()
+ASKED = Conversation((Message("user", "hello"),))
+
+
+def chunk(
+    *ids: int, finish: FinishReason | None = None, logprobs: int | None = None, experts: int | None = None
+) -> Chunk:
+    numbers = np.full(len(ids) if logprobs is None else logprobs, -0.5, np.float32)
+    routed = None if experts is None else np.zeros((experts, 2, 2), np.uint8)
+    return Chunk(np.array(ids, np.int32), numbers, 0, finish, routed)
+
+
+async def passed(*chunks: Chunk, max_tokens: int = 10, experts: bool = False) -> list[Chunk]:
+    async def sent() -> AsyncGenerator[Chunk, None]:
+        for one in chunks:
+            yield one
+
+    return [one async for one in checked(sent(), max_tokens, experts)]
+
+
+async def test_a_sound_answer_passes_and_nothing_after_its_end() -> None:
+    sound = (chunk(1), chunk(2, 3), chunk(4, finish="stop"))
+    assert await passed(*sound) == list(sound)
+    assert await passed(*sound, chunk(5)) == list(sound)
+    assert len(await passed(chunk(1, experts=1), chunk(finish="length", experts=0), experts=True)) == 2
+
+
+@pytest.mark.parametrize(
+    ("chunks", "told"),
+    [
+        ([], "without a finish reason"),
+        ([chunk(1)], "without a finish reason"),
+        ([chunk(1, 2, logprobs=1)], "1 logprobs for 2 tokens"),
+        ([chunk(1, logprobs=2)], "2 logprobs for 1 tokens"),
+        ([chunk(*range(11))], "11 tokens, 10 were asked"),
+    ],
+)
+async def test_an_unsound_answer_is_an_error(chunks: list[Chunk], told: str) -> None:
+    with pytest.raises(EngineError, match=told):
+        await passed(*chunks)
+
+
+@pytest.mark.parametrize("experts", [None, 1])
+async def test_experts_that_are_wanted_must_be_there(experts: int | None) -> None:
+    with pytest.raises(EngineError, match="no routed experts for 2 tokens"):
+        await passed(chunk(1, 2, finish="stop", experts=experts), experts=True)
+
+
+async def test_an_abort_is_no_end() -> None:
+    with pytest.raises(EngineUnavailable):
+        await passed(chunk(1), chunk(finish="abort"))
+
+
+def play(text: str, cuts: list[int], **options: Any) -> tuple[str, Any]:
+    """Feed `text` in pieces; what was shown, and how it ended."""
+    shown: list[Delta] = []
+    prompt = RENDERING.render(ASKED)
+    output = Output(RENDERING, prompt, ASKED, options.pop("stop", ()), shown.append, **options)
+    ids = RENDERING.encode_text(text)
+    marks = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
+    for start, end in pairwise(marks):
+        if output.take(chunk(*ids[start:end].tolist(), finish="stop" if end == len(ids) else None)):
+            break
+    finished = output.finish()
+    return "".join(delta.content for delta in shown), finished
+
+
+CUTS = st.lists(st.integers(0, 200), max_size=6)
+
+
+@given(CUTS)
+def test_a_stop_string_ends_what_is_shown_wherever_the_pieces_end(cuts: list[int]) -> None:
+    shown, finished = play("say EN END more END<|im_end|>", cuts, stop=("END", "never"))
+    assert (shown, finished.shown.content, finished.reply.content) == ("say EN ",) * 3
+    assert (finished.finish_reason, finished.ended_by) == ("stop", "stop")
+
+
+@given(CUTS)
+def test_what_only_looks_like_a_stop_string_is_shown(cuts: list[int]) -> None:
+    shown, finished = play("say EN<|im_end|>", cuts, stop=("END",))
+    assert (shown, finished.ended_by, finished.notes) == ("say EN", "eos", ())
+
+
+@given(CUTS)
+def test_a_prefill_and_the_output_are_one_text(cuts: list[int]) -> None:
+    begun = Message("assistant", "The answer")
+    conversation = Conversation((*ASKED.messages, begun), continues=True)
+    begun_ids = RENDERING.begin_reply(conversation, RENDERING.render(ASKED))
+    for text, said in ((" is 5.<|im_end|>", " is 5."), ("s are 5.<|im_end|>", "s are 5."), ("<|im_end|>", "")):
+        shown, finished = play(text, cuts, begun=begun, begun_ids=begun_ids)
+        assert (shown, finished.shown.content) == (said, said)
+        assert finished.reply.content == "The answer" + said
+        assert finished.notes == ()
+    # A stop string counts from where the model goes on.
+    shown, finished = play(" is 5.<|im_end|>", cuts, begun=begun, begun_ids=begun_ids, stop=("answer", "5"))
+    assert (shown, finished.reply.content) == (" is ", "The answer is ")
+
+
+@pytest.mark.parametrize(("arguments", "notes"), [('{"a": 1}', ()), ('"{bad"', ("malformed_arguments",))])
+def test_arguments_that_are_no_object_are_noted(arguments: str, notes: tuple[str, ...]) -> None:
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    _, finished = play(text, [])
+    assert (len(finished.reply.tool_calls), finished.notes) == (1, notes)
