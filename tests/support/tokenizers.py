@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from renderers.gpt_oss import GptOssRenderer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from stenograph.config import ModelConfig
 from stenograph.rendering import Rendering, builtin_tokenizer, load_rendering
@@ -24,9 +26,22 @@ def family(**options: object) -> Rendering:
     return load_rendering(ModelConfig.model_validate(options))
 
 
-def any_family(name: str, *, think_tokens: bool = True, **options: bool) -> FamilyRendering:
+def pieces_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that decodes as Gemma's do: printable ASCII and a few other characters, bytes for the rest."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "é", *map(chr, range(0x21, 0x7F))]
+    core = Tokenizer(
+        models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=True, unk_token=None)
+    )
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=None, clean_up_tokenization_spaces=False)
+
+
+def any_family(name: str, *, think_tokens: bool = True, pieces: bool = False, **options: bool) -> FamilyRendering:
     """A family of `renderers` over the built-in tokenizer with the special tokens that it wants besides."""
-    tokenizer = builtin_tokenizer() if think_tokens else builtin_tokenizer(["<|im_start|>"])
+    tokenizer = pieces_tokenizer() if pieces else builtin_tokenizer()
+    if not think_tokens:
+        tokenizer = builtin_tokenizer(["<|im_start|>"])
     tokenizer.add_special_tokens({"extra_special_tokens": FAMILY_TOKENS[name]}, replace_extra_special_tokens=False)
     return family_rendering(tokenizer, {"name": name, **options}, ModelConfig())
 
