@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from renderers.gpt_oss import GptOssRenderer
@@ -37,6 +38,7 @@ def pieces_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token=None, clean_up_tokenization_spaces=False)
 
 
+@cache
 def any_family(name: str, *, think_tokens: bool = True, pieces: bool = False, **options: bool) -> FamilyRendering:
     """A family of `renderers` over the built-in tokenizer with the special tokens that it wants besides."""
     tokenizer = pieces_tokenizer() if pieces else builtin_tokenizer()

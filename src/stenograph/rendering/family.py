@@ -99,8 +99,7 @@ class FamilyRendering:
                 text = opening(self._render_reply, message.reasoning)
         if text is None:
             # Some prompts open reasoning that the family's own rendering of a reply leaves out.
-            end = self._format.reasoning[1] if self._format is not None and self._format.reasoning is not None else ""
-            text = f"{message.reasoning}\n{end}\n\n" if thinks else ""
+            text = f"{message.reasoning}\n{self._reasoning_end}\n\n" if thinks else ""
         elif thinks and message.reasoning not in text:  # a family may print none of earlier turns
             text = message.reasoning + text
         return self.encode_text(text + message.content.lstrip())
@@ -138,19 +137,33 @@ class FamilyRendering:
         return self._text(ids.tolist())
 
     def encode_reply(self, reply: Reply) -> Ids:
-        asked = Conversation((Message("user", "."),))
-        answered = Conversation((*asked.messages, reply.message()))
+        asked = Conversation((ASK,))
+        # One family writes the name of a call in its id alone.
+        calls = tuple(
+            replace(call, id=call.id or f"functions.{call.name}:{i}") for i, call in enumerate(reply.tool_calls)
+        )
         prompt = self.render(asked)
-        messages: list[Any] = message_dicts(answered)
         with boundary(RequestError, f"render a reply as {self._name}"):
+            answered = Conversation((ASK, replace(reply, tool_calls=calls).message()))
+            messages: list[Any] = message_dicts(answered)
             ids = _array(self._renderer.render_ids(messages))
         size = min(len(ids), len(prompt))
         differs = np.flatnonzero(ids[:size] != prompt[:size])
         num_shared = int(differs[0]) if len(differs) else size
+        thinks = self._in_reasoning(self._tail(prompt))
+        if reply.reasoning and not thinks and num_shared < len(prompt):  # the prompt has closed it
+            return self.encode_reply(replace(reply, reasoning=""))
         turn = ids[num_shared:]
         ends = np.flatnonzero(np.isin(turn, self._stop))
         # Some families end a turn with the token that opens the next one.
-        return turn[: ends[-1] + 1] if len(ends) else np.append(turn, np.int32(self._stop[0]))
+        turn = turn[: ends[-1] + 1] if len(ends) else np.append(turn, np.int32(self._stop[0]))
+        if not thinks:
+            return turn
+        # Some leave out of a reply the reasoning that their prompt opens, or its end.
+        text, end = self.decode(turn), self._reasoning_end
+        before = f"{reply.reasoning}\n{end}\n\n" if end not in text else ""
+        before = before or (reply.reasoning if reply.reasoning not in text else "")
+        return np.concatenate([self.encode_text(before), turn]) if before else turn
 
     def encode_text(self, text: str) -> Ids:
         return _array(self._tokenizer.encode(text, add_special_tokens=False))
@@ -174,6 +187,10 @@ class FamilyRendering:
             return len(tail)
         header = self._tokenizer.encode(self._format.header, add_special_tokens=False)[-1]
         return len(tail) - tail[::-1].index(header) if header in tail else len(tail)
+
+    @property
+    def _reasoning_end(self) -> str:
+        return self._format.reasoning[1] if self._format is not None and self._format.reasoning is not None else ""
 
     def _in_reasoning(self, tail: list[int]) -> bool:
         """Whether the prompt leaves the model in the middle of its reasoning."""

@@ -74,6 +74,8 @@ class HarmonyStream(MarkerStream):
         if self._header is None:
             super()._read(token)
             self._header = [] if token == self._harmony.start else None
+        elif token in self._harmony.stop:
+            self.state = State.HELD
         elif token == self._harmony.message:
             self.state, self._header = self._harmony.opened(self._header), None
         else:

@@ -18,13 +18,13 @@ ASKED = (Message("system", "Be brief."), Message("user", "2 + 3?"))
 FORCED = CHATML.replace("'<|im_start|>assistant\\n' }}{%- endif", "'<|im_start|>assistant\\n<think>\\n' }}{%- endif")
 
 
-@pytest.fixture(params=[*FAMILY_TOKENS, "example", "chatml", "forced"])
-def rendering(request: pytest.FixtureRequest, tmp_path: Path) -> Rendering:
+@pytest.fixture(scope="module", params=[*FAMILY_TOKENS, "example", "chatml", "forced"])
+def rendering(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rendering:
     if request.param in FAMILY_TOKENS:
         return any_family(request.param)
-    return (
-        example() if request.param == "example" else template(FORCED if request.param == "forced" else CHATML, tmp_path)
-    )
+    if request.param == "example":
+        return example()
+    return template(FORCED if request.param == "forced" else CHATML, tmp_path_factory.mktemp("template"))
 
 
 def _begin(rendering: Rendering, *messages: Message, begun: Message) -> tuple[Conversation, Ids, Ids]:
