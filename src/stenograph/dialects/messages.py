@@ -2,29 +2,21 @@
 
 Reasoning is shown as a thinking block whether or not `thinking` was asked for: what the model goes on from must come
 back. Its signature is a seal with the reasoning in it, for clients that are not shown the text (`display: "omitted"`).
-
-`input` must be an object: a call's arguments that are none are told as `{"_raw": "<the text>"}` and read back from it.
-In a stream they go out as the model wrote them, which a client may fail to parse.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import orjson
 
 from stenograph.dialects.base import Answered, Decode, HttpError, Kind, Request, Writer, failure, own_session
-from stenograph.dialects.fields import Fields, invalid, read_body, shown, typed
-from stenograph.dialects.minted import seal, unseal
-from stenograph.errors import RequestError
-from stenograph.types import Conversation, Message, Tool, ToolCall
-
-_DATE = re.compile(r"_\d{8}$")  # what ends the type of a tool of Anthropic's
-_RAW = "_raw"  # what holds a call's arguments where they are no object
+from stenograph.dialects.fields import Fields, invalid, read_body, shown
+from stenograph.dialects.messages_blocks import read_messages, read_tools, tool_input, tool_use
+from stenograph.dialects.minted import seal
+from stenograph.types import Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +52,8 @@ def count(num_tokens: int) -> bytes:
 
 def _request(fields: Fields) -> MessagesRequest:
     notes: list[str] = []
-    tools = _tools(fields, notes) if _may_call(fields, notes) else ()
-    messages, continues = _messages(fields, notes)
+    tools = read_tools(fields, notes) if _may_call(fields, notes) else ()
+    messages, continues = read_messages(fields, notes)
     return MessagesRequest(
         conversation=Conversation(messages, tools, continues),
         asked=_asked(fields),
@@ -111,157 +103,6 @@ def _may_call(fields: Fields, notes: list[str]) -> bool:
     return kind == "auto"
 
 
-def _tools(fields: Fields, notes: list[str]) -> tuple[Tool, ...]:
-    """The tools that a client runs. Deferred ones are among them: added later, they would change the prompt's start."""
-    tools = []
-    for tool in fields.objects("tools"):
-        kind, schema = tool.text("type") or "custom", tool.schema("input_schema")
-        if schema is not None:
-            tools.append(Tool(tool.name("name"), tool.get("description", str, "a text") or "", schema))
-        elif kind == "custom":
-            raise invalid(f"{tool.path}input_schema", "is missing")
-        else:  # known by its type alone: Anthropic's servers know the rest, or run it
-            notes.append("left_out:" + _DATE.sub("", kind))
-    return tuple(tools)
-
-
-def _messages(fields: Fields, notes: list[str]) -> tuple[tuple[Message, ...], bool]:
-    """The messages, and whether the last is the beginning of the answer."""
-    messages: list[Message] = []
-    if system := _text(fields, "system"):
-        messages.append(Message("system", system))
-    given = fields.objects("messages")
-    if not given:
-        raise invalid("messages", "must hold at least one message")
-    for message in given:
-        match message.text("role"):
-            case "user":
-                messages += _user(message)
-            case "assistant":
-                messages.append(_assistant(message, notes))
-            case "system" | "developer":  # no chat template in use tells the two apart
-                messages.append(Message("system", _text(message, "content")))
-            case _:
-                told = f"must be one of user, assistant, system, got {shown(message.values.get('role'))}"
-                raise invalid(f"{message.path}role", told)
-    continues = messages[-1].role == "assistant"
-    if continues:
-        _check_begun(messages[-1], f"{given[-1].path}content")
-    return tuple(messages), continues
-
-
-def _check_begun(message: Message, path: str) -> None:
-    """Whether an answer can go on from `message`; the same are refused where the protocol comes from."""
-    if message.tool_calls or not message.content:
-        raise invalid(path, "an answer can go on from a text alone; end in one, in a tool_result or in a user's text")
-    if message.content[-1].isspace():
-        raise invalid(path, "final assistant content cannot end with trailing whitespace")
-
-
-def _user(fields: Fields) -> list[Message]:
-    """One message for each tool result and for each run of texts between them."""
-    messages: list[Message] = []
-    for kind, run in groupby(_blocks(fields, "content"), lambda block: block.values.get("type")):
-        match kind:
-            case "text":
-                messages.append(Message("user", _joined([_said(block) for block in run])))
-            case "tool_result":
-                messages += [_result(block) for block in run]
-            case _:
-                raise _unknown(next(run))
-    return messages or [Message("user")]
-
-
-def _result(block: Fields) -> Message:
-    """A tool's result. Whether it is an error is said by its text; templates know no mark for it."""
-    return Message("tool", _text(block, "content"), tool_call_id=_call_id(block.name("tool_use_id")))
-
-
-def _assistant(fields: Fields, notes: list[str]) -> Message:
-    texts, thoughts, calls = [], [], []
-    for block in _blocks(fields, "content"):
-        match block.values.get("type"):
-            case "text":
-                texts.append(_said(block))
-            case "thinking" | "redacted_thinking":
-                thoughts.append(_reasoning(block))
-            case "tool_use":
-                calls.append(ToolCall(_call_id(block.name("id")), block.name("name"), _arguments(block)))
-            case str(kind) if kind in ("server_tool_use", "mcp_tool_use") or kind.endswith("_tool_result"):
-                notes.append(f"left_out:{kind}")
-            case _:
-                raise _unknown(block)
-    # One reply is told in several blocks where its thinking interrupts its text: no separator of ours belongs there.
-    return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls))
-
-
-def _blocks(fields: Fields, name: str) -> list[Fields]:
-    """The blocks under `name`; a text is one block."""
-    content = fields.values.get(name)
-    if isinstance(content, str):
-        return [Fields({"type": "text", "text": content}, f"{fields.path}{name}.")]
-    typed(content or [], list, fields.path + name, "a text or a list of blocks")
-    return fields.objects(name)
-
-
-def _text(fields: Fields, name: str) -> str:
-    """The text under `name`, where nothing else may stand."""
-    return _joined([_said(block) for block in _blocks(fields, name)])
-
-
-def _joined(texts: Sequence[str]) -> str:
-    """Blocks are texts apart (a prompt's parts, a reminder behind a question), so a line's end stands between them.
-
-    Empty ones leave no trace: clients drop them or not. One block is the same as its text.
-    """
-    return "\n".join(text for text in texts if text)
-
-
-def _said(block: Fields) -> str:
-    match block.values.get("type"):
-        case "text":
-            return block.get("text", str, "a text") or ""
-        case "tool_reference":  # a tool that a search found; its definition stands among the tools
-            return block.name("tool_name")
-    raise _unknown(block)
-
-
-def _reasoning(block: Fields) -> str:
-    """What a block of thinking says, or what its seal holds where a client left that out; others' seals stay shut."""
-    sealed = unseal(block.text("signature") or block.text("data") or "")
-    return block.text("thinking") or ("" if sealed is None else sealed.reasoning)
-
-
-def _arguments(block: Fields) -> str:
-    """A call's arguments as text. `input` is any JSON: clients send back what they made of text that is no object."""
-    value = block.values.get("input")
-    if _stands_in(value):
-        return value[_RAW]
-    try:
-        return "{}" if value is None else orjson.dumps(value).decode()
-    except orjson.JSONEncodeError as e:
-        raise invalid(f"{block.path}input", "is nested too deeply") from e
-
-
-def _stands_in(value: object) -> TypeGuard[dict[str, str]]:
-    return isinstance(value, dict) and value.keys() == {_RAW} and isinstance(value[_RAW], str)
-
-
-def _unknown(block: Fields) -> RequestError:
-    kind = block.values.get("type")
-    images = "; images and documents are not supported" if kind in ("image", "document") else ""
-    return invalid(f"{block.path}type", f"blocks of type {shown(kind)} cannot be read here{images}")
-
-
-# Calls are named alike in every protocol's record; this one's clients know them by a prefix of their own.
-def _call_id(wire: str) -> str:
-    return "call_" + wire.removeprefix("toolu_") if wire.startswith("toolu_") else wire
-
-
-def _wire_id(call: str) -> str:
-    return "toolu_" + call.removeprefix("call_") if call.startswith("call_") else call
-
-
 # --- records -> response -----------------------------------------------------------------------------------------
 
 
@@ -284,7 +125,9 @@ class MessagesWriter:
             content.append({"type": "thinking", "thinking": thinking, "signature": seal(self._name, reply.reasoning)})
         if reply.content:
             content.append({"type": "text", "text": reply.content})
-        content += [{**_tool_use(call), "input": _input(call.arguments)} for call in reply.tool_calls]
+        content += [
+            {**tool_use(call), "input": orjson.Fragment(tool_input(call.arguments))} for call in reply.tool_calls
+        ]
         return orjson.dumps(self._message(content, *_ending(answered[0])))
 
     def begin(self, num_prompt: int) -> bytes:
@@ -305,8 +148,8 @@ class MessagesWriter:
     def end(self, answered: Sequence[Answered]) -> bytes:
         events = [self._leave()]
         for call in answered[0].shown.tool_calls:
-            events.append(self._start({**_tool_use(call), "input": {}}))
-            events.append(self._delta("input_json_delta", partial_json=call.arguments))
+            events.append(self._start({**tool_use(call), "input": {}}))
+            events.append(self._delta("input_json_delta", partial_json=tool_input(call.arguments)))
             events.append(_event("content_block_stop", index=self._index))
         stop, usage = _ending(answered[0])
         events.append(_event("message_delta", delta=stop, usage=usage))
@@ -348,21 +191,6 @@ class MessagesWriter:
 
 def _event(kind: str, **payload: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **payload}) + b"\n\n"
-
-
-def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": _wire_id(call.id), "name": call.name}
-
-
-def _input(arguments: str) -> orjson.Fragment | dict[str, str]:
-    """Arguments as an object; the model's own spelling of it wherever it wrote one."""
-    try:
-        value = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        value = None
-    # An object that looks like the stand-in is told in one, so that it is not taken for it when it comes back.
-    told_as_it_is = isinstance(value, dict) and not _stands_in(value)
-    return orjson.Fragment(arguments) if told_as_it_is else {_RAW: arguments}
 
 
 def _ending(one: Answered) -> tuple[dict[str, Any], dict[str, Any]]:

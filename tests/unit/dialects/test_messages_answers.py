@@ -164,14 +164,17 @@ def events(wire: bytes) -> list[dict[str, Any]]:
     return read_events
 
 
-@pytest.mark.parametrize(
-    "raw", ["{not json", "", "[1]", '"x"', "1e999", '{"_raw": "x"}', '{"a": NaN}', '{"a": "\\ud800"}']
-)
-def test_arguments_that_are_no_object_come_back_as_they_were(raw: str) -> None:
+DEEP = [f'{{"a": {"[" * depth}{"]" * depth}}}' for depth in (100, 250, 500)]  # what clients or we cannot write again
+NO_OBJECTS = ["{not json", "", "[1]", "null", '"x"', "1e999", '{"_raw": "x"}', '{"a": NaN}', '{"a": "\\ud800"}', *DEEP]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("raw", NO_OBJECTS)
+def test_arguments_that_are_no_object_come_back_as_they_were(raw: str, stream: bool) -> None:
     reply = Reply(tool_calls=(ToolCall("call_ab_0", "add", raw),))
     gateway = Gateway(answered(reply))
     with gateway.client:
-        message = gateway.ask(stream=False)
+        message = gateway.ask(stream=stream)
         assert [block.input for block in message.content if block.type == "tool_use"] == [{"_raw": raw}]
         assert gateway.sent_back(message) == reply.message()
 

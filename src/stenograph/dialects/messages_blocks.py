@@ -1,0 +1,201 @@
+"""Blocks and tools of the Messages protocol: what a reply says as blocks is the same reply when they come back.
+
+`input` must be an object: a call's arguments that are none, or that clients could not read or write again, are told as
+`{"_raw": "<the text>"}`, streamed or whole, and read back from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, TypeGuard
+
+import orjson
+
+from stenograph.dialects.fields import Fields, invalid, shown, typed
+from stenograph.dialects.minted import unseal
+from stenograph.errors import RequestError
+from stenograph.types import Message, Tool, ToolCall
+
+_DATE = re.compile(r"_\d{8}$")  # what ends the type of a tool of Anthropic's
+_RAW = "_raw"  # what holds a call's arguments where they are no object
+_MAX_DEPTH = 100  # of an `input`; Anthropic's client reads two hundred levels, and a request's body is around it
+
+# --- tools and blocks -> records ---------------------------------------------------------------------------------
+
+
+def read_tools(fields: Fields, notes: list[str]) -> tuple[Tool, ...]:
+    """The tools that a client runs. Deferred ones are among them: added later, they would change the prompt's start."""
+    tools = []
+    for tool in fields.objects("tools"):
+        kind, schema = tool.text("type") or "custom", tool.schema("input_schema")
+        if schema is not None:
+            tools.append(Tool(tool.name("name"), tool.get("description", str, "a text") or "", schema))
+        elif kind == "custom":
+            raise invalid(f"{tool.path}input_schema", "is missing")
+        else:  # known by its type alone: Anthropic's servers know the rest, or run it
+            notes.append("left_out:" + _DATE.sub("", kind))
+    return tuple(tools)
+
+
+def read_messages(fields: Fields, notes: list[str]) -> tuple[tuple[Message, ...], bool]:
+    """The messages, and whether the last is the beginning of the answer."""
+    messages: list[Message] = []
+    if system := _text(fields, "system"):
+        messages.append(Message("system", system))
+    given = fields.objects("messages")
+    if not given:
+        raise invalid("messages", "must hold at least one message")
+    for message in given:
+        match message.text("role"):
+            case "user":
+                messages += _user(message)
+            case "assistant":
+                messages.append(_assistant(message, notes))
+            case "system" | "developer":  # no chat template in use tells the two apart
+                messages.append(Message("system", _text(message, "content")))
+            case _:
+                told = f"must be one of user, assistant, system, got {shown(message.values.get('role'))}"
+                raise invalid(f"{message.path}role", told)
+    continues = messages[-1].role == "assistant"
+    if continues:
+        _check_begun(messages[-1], f"{given[-1].path}content")
+    return tuple(messages), continues
+
+
+def _check_begun(message: Message, path: str) -> None:
+    """Whether an answer can go on from `message`; the same are refused where the protocol comes from."""
+    if message.tool_calls or not message.content:
+        raise invalid(path, "an answer can go on from a text alone; end in one, in a tool_result or in a user's text")
+    if message.content[-1].isspace():
+        raise invalid(path, "final assistant content cannot end with trailing whitespace")
+
+
+def _user(fields: Fields) -> list[Message]:
+    """One message for each tool result and for each run of texts between them."""
+    messages: list[Message] = []
+    for kind, run in groupby(_blocks(fields, "content"), lambda block: block.values.get("type")):
+        match kind:
+            case "text":
+                messages.append(Message("user", _joined([_said(block) for block in run])))
+            case "tool_result":
+                messages += [_result(block) for block in run]
+            case _:
+                raise _unknown(next(run))
+    return messages or [Message("user")]
+
+
+def _result(block: Fields) -> Message:
+    """A tool's result. Whether it is an error is said by its text; templates know no mark for it."""
+    return Message("tool", _text(block, "content"), tool_call_id=_call_id(block.name("tool_use_id")))
+
+
+def _assistant(fields: Fields, notes: list[str]) -> Message:
+    texts, thoughts, calls = [], [], []
+    for block in _blocks(fields, "content"):
+        match block.values.get("type"):
+            case "text":
+                texts.append(_said(block))
+            case "thinking" | "redacted_thinking":
+                thoughts.append(_reasoning(block))
+            case "tool_use":
+                calls.append(ToolCall(_call_id(block.name("id")), block.name("name"), _arguments(block)))
+            case str(kind) if kind in ("server_tool_use", "mcp_tool_use") or kind.endswith("_tool_result"):
+                notes.append(f"left_out:{kind}")
+            case _:
+                raise _unknown(block)
+    # One reply is told in several blocks where its thinking interrupts its text: no separator of ours belongs there.
+    return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls))
+
+
+def _blocks(fields: Fields, name: str) -> list[Fields]:
+    """The blocks under `name`; a text is one block."""
+    content = fields.values.get(name)
+    if isinstance(content, str):
+        return [Fields({"type": "text", "text": content}, f"{fields.path}{name}.")]
+    typed(content or [], list, fields.path + name, "a text or a list of blocks")
+    return fields.objects(name)
+
+
+def _text(fields: Fields, name: str) -> str:
+    """The text under `name`, where nothing else may stand."""
+    return _joined([_said(block) for block in _blocks(fields, name)])
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """Blocks are texts apart (a prompt's parts, a reminder behind a question), so a line's end stands between them.
+
+    Empty ones leave no trace: clients drop them or not. One block is the same as its text.
+    """
+    return "\n".join(text for text in texts if text)
+
+
+def _said(block: Fields) -> str:
+    match block.values.get("type"):
+        case "text":
+            return block.get("text", str, "a text") or ""
+        case "tool_reference":  # a tool that a search found; its definition stands among the tools
+            return block.name("tool_name")
+    raise _unknown(block)
+
+
+def _reasoning(block: Fields) -> str:
+    """What a block of thinking says, or what its seal holds where a client left that out; others' seals stay shut."""
+    sealed = unseal(block.text("signature") or block.text("data") or "")
+    return block.text("thinking") or ("" if sealed is None else sealed.reasoning)
+
+
+def _arguments(block: Fields) -> str:
+    """A call's arguments as text. `input` is any JSON: clients send back what they made of text that is no object."""
+    value = block.values.get("input")
+    if _stands_in(value):
+        return value[_RAW]
+    try:
+        return "{}" if value is None else orjson.dumps(value).decode()
+    except orjson.JSONEncodeError as e:
+        raise invalid(f"{block.path}input", "is nested too deeply") from e
+
+
+def _stands_in(value: object) -> TypeGuard[dict[str, str]]:
+    return isinstance(value, dict) and value.keys() == {_RAW} and isinstance(value[_RAW], str)
+
+
+def _unknown(block: Fields) -> RequestError:
+    kind = block.values.get("type")
+    images = "; images and documents are not supported" if kind in ("image", "document") else ""
+    return invalid(f"{block.path}type", f"blocks of type {shown(kind)} cannot be read here{images}")
+
+
+# Calls are named alike in every protocol's record; this one's clients know them by a prefix of their own.
+def _call_id(wire: str) -> str:
+    return "call_" + wire.removeprefix("toolu_") if wire.startswith("toolu_") else wire
+
+
+def _wire_id(call: str) -> str:
+    return "toolu_" + call.removeprefix("call_") if call.startswith("call_") else call
+
+
+# --- records -> blocks --------------------------------------------------------------------------------------------
+
+
+def tool_use(call: ToolCall) -> dict[str, Any]:
+    """A call's block, without its `input`."""
+    return {"type": "tool_use", "id": _wire_id(call.id), "name": call.name}
+
+
+def tool_input(arguments: str) -> str:
+    """The object that tells `arguments`, as JSON; the model's own spelling of it wherever it wrote one."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        value = None
+    # An object that looks like the stand-in is told in one, so that it is not taken for it when it comes back.
+    told_as_it_is = isinstance(value, dict) and not _stands_in(value) and not _is_deeper(value, _MAX_DEPTH)
+    return arguments if told_as_it_is else orjson.dumps({_RAW: arguments}).decode()
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether objects and lists in `value` stand in more than `levels` of each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (levels == 0 or any(_is_deeper(one, levels - 1) for one in inner))
