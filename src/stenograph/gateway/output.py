@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import numpy as np
 import orjson
 
 from stenograph.engines.base import Chunk
-from stenograph.errors import EngineError, EngineUnavailable
+from stenograph.errors import EngineError, EngineUnavailable, boundary
 from stenograph.rendering.base import Delta, Rendering
 from stenograph.types import Conversation, EndedBy, FinishReason, Ids, Message, Reply
 
@@ -57,7 +58,7 @@ class Output:
         self._skip_reasoning = _Skip(begun.reasoning.strip() if begun else "")
         self._chunks: list[Chunk] = []
         self._content = self._reasoning = ""
-        self._finish_reason: FinishReason = "stop"
+        self._finish_reason: FinishReason | None = None
         self.num_tokens = 0
         self.num_reasoning = 0
         self.versions: list[tuple[int, int]] = []
@@ -85,6 +86,7 @@ class Output:
         if self._stop.found is not None:
             shown = Reply(self._content, self._reasoning)
             return Finished(self._whole(shown), shown, "stop", "stop", ())
+        assert self._finish_reason is not None  # nothing becomes a turn that its engine did not end
         ids = self.ids if self._begun_ids is None else np.concatenate([self._begun_ids, self.ids])
         reply = self._rendering.parse(ids, self._prompt_ids, self._conversation)
         shown = replace(reply, content=self._content, reasoning=self._reasoning)
@@ -175,29 +177,44 @@ class _StopStrings:
 async def checked(
     chunks: AsyncGenerator[Chunk, None], max_tokens: int, wants_experts: bool
 ) -> AsyncGenerator[Chunk, None]:
-    """Pass chunks on while they are a sound answer. Raises EngineError for one that could not be recorded truly."""
-    num_ids, finished = 0, False
-    async with aclosing(chunks) as source:
-        async for chunk in source:
-            num_ids += len(chunk.ids)
-            if len(chunk.ids) != len(chunk.logprobs):
-                told = f"{len(chunk.logprobs)} logprobs for {len(chunk.ids)} tokens; start the engine with logprobs on"
-                raise EngineError(f"the engine sent {told}")
-            if not np.isfinite(chunk.logprobs).all():
-                raise EngineError("the engine sent a logprob that is no number; is the temperature too close to 0?")
-            if num_ids > max_tokens:
-                raise EngineError(f"the engine sent {num_ids} tokens, {max_tokens} were asked")
-            if wants_experts and (0 if chunk.experts is None else len(chunk.experts)) != len(chunk.ids):
-                told = f"no routed experts for {len(chunk.ids)} tokens; start the engine so that it returns them"
-                raise EngineError(f"the engine sent {told}, or set engine.experts = false")
-            if chunk.finish_reason == "abort":
-                raise Aborted
-            yield chunk
-            if chunk.finish_reason is not None:
-                finished = True
-                break
-    if not finished:
+    """Pass chunks on while they are a sound answer. Raises EngineError for one that could not be recorded truly.
+
+    Whatever else an engine raises is an EngineError too, also a cancellation that nobody here asked for.
+    """
+    num_ids = 0
+    finish_reason: FinishReason | None = None
+    try:
+        with boundary(EngineError, "sample"):
+            async with aclosing(chunks) as source:
+                async for chunk in source:
+                    num_ids += len(chunk.ids)
+                    _check(chunk, num_ids, max_tokens, wants_experts)
+                    yield chunk
+                    finish_reason = chunk.finish_reason
+                    if finish_reason is not None:
+                        break
+    except asyncio.CancelledError as e:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise EngineError(f"the engine cancelled the generation after {num_ids} tokens") from e
+    if finish_reason is None:
         raise EngineError(f"the engine's stream ended after {num_ids} tokens without a finish reason")
+    if finish_reason == "abort":  # after what was sampled until then was passed on
+        raise Aborted
+
+
+def _check(chunk: Chunk, num_ids: int, max_tokens: int, wants_experts: bool) -> None:
+    if len(chunk.ids) != len(chunk.logprobs):
+        told = f"{len(chunk.logprobs)} logprobs for {len(chunk.ids)} tokens; start the engine with logprobs on"
+        raise EngineError(f"the engine sent {told}")
+    if not np.isfinite(chunk.logprobs).all():
+        raise EngineError("the engine sent a logprob that is no number; is the temperature too close to 0?")
+    if num_ids > max_tokens:
+        raise EngineError(f"the engine sent {num_ids} tokens, {max_tokens} were asked")
+    if wants_experts and (0 if chunk.experts is None else len(chunk.experts)) != len(chunk.ids):
+        told = f"no routed experts for {len(chunk.ids)} tokens; start the engine so that it returns them"
+        raise EngineError(f"the engine sent {told}, or set engine.experts = false")
 
 
 def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
