@@ -208,8 +208,10 @@ def _digest(digest: bytes, messages: Iterable[Message]) -> bytes:
 
 
 def _tools_digest(tools: tuple[Tool, ...]) -> bytes:
-    described = [[tool.name, tool.description, tool.parameters] for tool in tools]
-    return hashlib.blake2b(orjson.dumps(described, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    # Parameters are written apart: as deep as they may be, they are not deeper for being in a list.
+    described = [(t.name, t.description, orjson.dumps(t.parameters, option=orjson.OPT_SORT_KEYS)) for t in tools]
+    written = orjson.dumps([(name, told, parameters.decode()) for name, told, parameters in described])
+    return hashlib.blake2b(written, digest_size=16).digest()
 
 
 def _extend(digest: bytes, message: Message) -> bytes:
