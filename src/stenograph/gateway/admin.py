@@ -9,6 +9,7 @@ import orjson
 from aiohttp import web
 
 from stenograph.errors import RequestError
+from stenograph.gateway import bodies
 from stenograph.gateway.sessions import Session, Sessions
 from stenograph.traces.export import sample_row, tree_row
 from stenograph.traces.store import TraceStore
@@ -110,7 +111,7 @@ def _is_number(value: object) -> bool:
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    raw = await request.read()
+    raw = await bodies.read(request)
     try:
         body = orjson.loads(raw) if raw else {}
     except orjson.JSONDecodeError as e:

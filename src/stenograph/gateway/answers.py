@@ -12,7 +12,7 @@ from aiohttp import web
 
 from stenograph.config import Config
 from stenograph.dialects.base import KEEP_ALIVE, Request, Writer
-from stenograph.errors import RequestError, StenographError, TraceError
+from stenograph.errors import RequestError, StenographError
 from stenograph.gateway.calls import Call, State
 from stenograph.gateway.sessions import Session
 from stenograph.gateway.turns import Turns
@@ -64,10 +64,11 @@ class Answers:
         await stream.prepare(http)
         try:
             await self._tell(stream, call, writer)
-            if call.error is not None:
-                raise call.error
-            await stream.write(writer.end(call.answered))
-            await self._deliver(http, session, call, stream)
+            if call.error is None:
+                await stream.write(writer.end(call.answered))
+                await self._deliver(http, session, call, stream)
+            else:
+                await _break_off(http, stream, writer, call.error)
         except ConnectionError:
             log.debug("a client went away; a repeat of its request may have the answer")
         except Exception as e:
@@ -121,7 +122,8 @@ class Answers:
 
     def _check_limits(self, session: Session, num_choices: int) -> None:
         limits = self._settings
-        in_flight = sum(not call.over for calls in session.calls.values() for call in calls)
+        calls = [call for same in session.calls.values() for call in same]
+        in_flight = sum(call.request.num_choices for call in calls if not call.over)
         if (
             limits.session_max_turns is not None
             and session.num_turns + in_flight + num_choices > limits.session_max_turns
@@ -146,8 +148,10 @@ class Answers:
         if state is State.DELIVERED or not session.id:
             session.forget(call)
         if session.traced:
-            with suppress(TraceError):  # the session was released meanwhile
+            try:
                 self._store.mark(session.id, [one.turn.id for one in call.answered], _MARKS[state])
+            except Exception as e:  # the turn is recorded, and its client served; the session may be released
+                log.warning("session %s: a turn is not marked %s: %s", session.id, state, e)
 
 
 _MARKS: dict[State, TurnState] = {State.DELIVERED: "delivered", State.UNDELIVERED: "undelivered"}
@@ -156,8 +160,9 @@ _MARKS: dict[State, TurnState] = {State.DELIVERED: "delivered", State.UNDELIVERE
 def _key(request: Request) -> bytes:
     """Equal for requests that ask the same: not the same bytes, for clients change what means nothing."""
     conversation = request.conversation
-    rest = [conversation.continues, request.num_choices, request.grammar]
-    asked = conversation_digest(conversation) + orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)
+    grammar = orjson.dumps(request.grammar, option=orjson.OPT_SORT_KEYS)
+    rest = orjson.dumps([conversation.continues, request.num_choices])
+    asked = conversation_digest(conversation) + rest + grammar
     return hashlib.blake2b(asked, digest_size=16).digest()
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from stenograph.config import Config
 from stenograph.dialects import chat, messages, responses
 from stenograph.dialects.base import SESSION_PREFIX, Dialect, own_session
 from stenograph.engines.base import Engine
 from stenograph.errors import ConfigError, RequestError, StenographError
-from stenograph.gateway import paths
+from stenograph.gateway import bodies, paths
 from stenograph.gateway.admin import SessionRoutes
 from stenograph.gateway.answers import Answers
 from stenograph.gateway.passthrough import Passthrough
@@ -27,6 +28,18 @@ from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
 
 log = logging.getLogger(__name__)
+
+
+def _unquoted(record: logging.LogRecord) -> bool:
+    """Requests that are no HTTP are told of without the bytes that aiohttp quotes: there are keys among them."""
+    e = record.exc_info[1] if record.exc_info else None
+    if isinstance(e, HttpProcessingError):
+        record.msg, record.exc_info = f"{record.msg}: {type(e).__name__}", None
+    return True
+
+
+_http_log = log.getChild("http")
+_http_log.addFilter(_unquoted)
 
 
 @dataclass(eq=False)
@@ -61,7 +74,9 @@ class Gateway:
         settings = self.config.gateway
         app = web.Application(client_max_size=settings.max_body_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            app, logger=_http_log, access_log=None, shutdown_timeout=1.0, handler_cancellation=True
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, settings.host, settings.port)
         try:
@@ -95,20 +110,16 @@ class Gateway:
             await self.sessions.expire(self.config.gateway.seal_timeout_s)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        target = paths.read(request.raw_path)
+        target = paths.read(request.rel_url.raw_path)  # less the host that a proxy's client names
         dialect = _dialect(target.path, request)
         is_admin_address = target.session is None and target.path.split("/")[1] == "sessions"
         try:
             if is_admin_address:
                 return await self._admin.handle(request, target.path, _key(request))
             return await self._route(request, target, dialect)
-        except (web.RequestPayloadError, ConnectionError) as e:
-            return _error(RequestError(f"the body cannot be read: {e}"), dialect, is_admin_address)
-        except web.HTTPRequestEntityTooLarge:
-            told = f"the body is larger than {self.config.gateway.max_body_bytes} bytes; raise gateway.max_body_bytes"
-            return _error(RequestError(told, status=413, retry=False), dialect, is_admin_address)
         except Exception as e:
-            if not isinstance(e, StenographError):
+            client_left = request.transport is None or request.transport.is_closing()
+            if not isinstance(e, StenographError) and not client_left:
                 log.exception("bug while answering %s %s", request.method, target.path)
             return _error(e, dialect, is_admin_address)
 
@@ -121,12 +132,12 @@ class Gateway:
             return web.Response()
         session = self.sessions.authorise(_key(request), target.session)
         if paths.is_generation(method, path):
-            body = await request.read()
+            body = await bodies.read(request)
             asked = dialect.parse_request(body)
             session = self._named(request, session, asked.session)
             return await self._answers.answer(request, session, asked, len(body))
         if method == "POST" and path == paths.COUNT_TOKENS:
-            body = await request.read()
+            body = await bodies.read(request)
             asked = messages.parse_count(body)
             session = self._named(request, session, asked.session)
             return _json(messages.count(await self._turns.count(session, asked.conversation, len(body))))
@@ -137,7 +148,7 @@ class Gateway:
         if self._passthrough is None:
             told = f"{method} {path} is not served: this engine has no server of its own to pass it to"
             raise RequestError(told, status=404, retry=False)
-        return await self._passthrough.forward(request, path, await request.read())
+        return await self._passthrough.forward(request, path, await bodies.read(request))
 
     def _named(self, request: web.Request, session: Session, named: str | None) -> Session:
         """The session that a header or the body names, where neither path nor key has chosen one already."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -16,6 +17,8 @@ from stenograph.gateway.calls import Call
 from stenograph.gateway.stored import StoredResponses
 from stenograph.traces.store import TraceStore
 from stenograph.types import Turn
+
+log = logging.getLogger(__name__)
 
 KEY_PREFIX = SESSION_PREFIX + "key_"
 
@@ -90,9 +93,12 @@ class Sessions:
         self._ttl_s = ttl_s
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
+        self._open = True
         self.untraced = Session("", "", traced=False, ttl_s=float("inf"), metadata={})  # the admin's own calls
 
     def open(self, *, traced: bool, ttl_s: float | None, metadata: Mapping[str, Any]) -> Session:
+        if not self._open:
+            raise RequestError("the gateway is shutting down", status=503)
         id = SESSION_PREFIX + secrets.token_hex(16)
         session = Session(id, KEY_PREFIX + secrets.token_hex(16), traced, ttl_s or self._ttl_s, metadata)
         if traced:
@@ -152,11 +158,16 @@ class Sessions:
         now = time.monotonic()
         for session in list(self._sessions.values()):
             if session.state == "open" and not session.tasks and now - session.used_s > session.ttl_s:
-                await self.seal(session, timeout_s, None, "expired")
+                try:
+                    await self.seal(session, timeout_s, None, "expired")
+                except Exception:
+                    log.exception("session %s expired, and its record is not sealed", session.id)
 
     async def aclose(self) -> None:
-        for session in [*self._sessions.values(), self.untraced]:
+        self._open = False
+        for session in (sessions := [*self._sessions.values(), self.untraced]):
             session.state = "sealed"
+        for session in sessions:
             await session.settle(0)
 
     def _is_admin(self, key: str | None) -> bool:
