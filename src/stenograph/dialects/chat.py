@@ -36,19 +36,16 @@ def parse_request(body: bytes) -> ChatRequest:
     fields = read_body(body)
     if (fields.integer("top_logprobs", 0) or 0) > 0:
         raise invalid("top_logprobs", "must be 0; the engine returns the sampled token's log-probability alone")
-    if fields.values.get("tool_choice") not in (None, "auto", "none"):
-        raise invalid("tool_choice", 'must be "auto" or "none"; the engine cannot enforce a call')
     num_choices = fields.integer("n", 1) or 1
     if num_choices > _MAX_CHOICES:
         raise invalid("n", f"must be at most {_MAX_CHOICES}, got {num_choices}")
-    # Tools stay out of the prompt of a request that forbids calls: nothing here can stop the model from making one.
-    tools = () if fields.text("tool_choice") == "none" else tuple(_tools(fields))
+    _refuse(fields)
     messages = tuple(_messages(fields))
     continues = fields.flag("continue_final_message")
     if continues and messages[-1].role != "assistant":
         raise invalid("continue_final_message", f"needs an assistant's last message, got a {messages[-1].role}'s")
     return ChatRequest(
-        conversation=Conversation(messages, tools, continues),
+        conversation=Conversation(messages, _tools(fields), continues),
         asked=_asked(fields),
         model=fields.text("model") or "",
         stream=fields.flag("stream"),
@@ -95,14 +92,57 @@ def _grammar(fields: Fields) -> Mapping[str, Any] | None:
             raise invalid("response_format.type", told)
 
 
+_CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+_IGNORED = ("logit_bias", "chat_template_kwargs", "min_tokens", "stop_token_ids", "bad_words", "ignore_eos")
+
+
+def _refuse(fields: Fields) -> None:
+    """What would change the answer and is not done here."""
+    if fields.values.get("functions"):
+        raise invalid("functions", "are not read here; give them as tools")
+    if "audio" in fields.texts("modalities"):
+        raise invalid("modalities", "must be text alone; audio is not supported")
+    for name in _CONSTRAINTS:
+        if fields.values.get(name) is not None:
+            raise invalid(name, "is not read here; give a JSON schema as response_format")
+
+
 def _ignored(fields: Fields) -> tuple[str, ...]:
     """What was asked and cannot be done, though nothing breaks by it."""
     notes = ["ignored:parallel_tool_calls"] if fields.values.get("parallel_tool_calls") is False else []
-    notes += ["ignored:logit_bias"] if fields.values.get("logit_bias") else []
+    notes += [f"ignored:{name}" for name in _IGNORED if fields.values.get(name)]
+    notes += ["left_out:web_search"] if fields.values.get("web_search_options") is not None else []
     return tuple(notes)
 
 
-def _tools(fields: Fields) -> list[Tool]:
+def allowed_tools(fields: Fields) -> list[Fields] | None:
+    """The tools that `tool_choice` lets the model call, as it names them; None where it may call any.
+
+    The others stay out of the prompt: nothing here can stop a model that sees a tool from calling it.
+    """
+    choice = fields.values.get("tool_choice")
+    if choice in (None, "auto"):
+        return None
+    if choice == "none":
+        return []
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = fields.object("tool_choice")
+        allowed = allowed.object("allowed_tools") if "allowed_tools" in allowed.values else allowed
+        if allowed.values.get("mode") == "auto":
+            return allowed.objects("tools")
+    told = 'must be "auto", "none", or allowed tools with the mode "auto"; the engine cannot enforce a call'
+    raise invalid("tool_choice", told)
+
+
+def _tools(fields: Fields) -> tuple[Tool, ...]:
+    allowed = allowed_tools(fields)
+    if allowed is None:
+        return tuple(_all_tools(fields))
+    names = {tool.object("function").text("name") for tool in allowed}
+    return tuple(tool for tool in _all_tools(fields) if tool.name in names) if names else ()
+
+
+def _all_tools(fields: Fields) -> list[Tool]:
     tools = []
     for tool in fields.objects("tools"):
         if tool.values.get("type", "function") != "function":
@@ -135,9 +175,11 @@ def _message(fields: Fields) -> Message:
     if role is None:
         told = f"must be one of {', '.join(ROLES)}, got {shown(fields.values.get('role'))}"
         raise invalid(f"{fields.path}role", told)
+    if fields.values.get("function_call") is not None:
+        raise invalid(f"{fields.path}function_call", "is not read here; give the call among tool_calls")
     return Message(
         role=role,
-        content=_text(fields.values.get("content"), f"{fields.path}content"),
+        content=_text(fields.values.get("content"), f"{fields.path}content") or fields.text("refusal") or "",
         reasoning=fields.text("reasoning_content") or fields.text("reasoning") or "",
         tool_calls=tuple(_tool_calls(fields)),
         tool_call_id=fields.text("tool_call_id"),
@@ -268,9 +310,10 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_calls" if turn.reply.tool_calls else "stop"
 
 
-def _usage(answered: Sequence[Answered]) -> dict[str, int]:
+def _usage(answered: Sequence[Answered]) -> dict[str, Any]:
     num_prompt, num_output = answered[0].num_prompt, sum(len(one.turn.output_ids) for one in answered)
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+    return {**usage, "completion_tokens_details": {"reasoning_tokens": sum(one.num_reasoning for one in answered)}}
 
 
 # --- errors ------------------------------------------------------------------------------------------------------

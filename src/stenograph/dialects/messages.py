@@ -51,7 +51,9 @@ def count(num_tokens: int) -> bytes:
 
 
 def _request(fields: Fields) -> MessagesRequest:
-    notes: list[str] = []
+    if fields.values.get("thread") is not None:
+        raise invalid("thread", "is not kept here; send all messages")
+    notes = [f"left_out:{name}" for name in ("mcp_servers", "container") if fields.values.get(name)]
     tools = read_tools(fields, notes) if _may_call(fields, notes) else ()
     messages, continues = read_messages(fields, notes)
     return MessagesRequest(

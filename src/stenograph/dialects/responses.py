@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from stenograph.dialects.base import Answered, Decode, HttpError, Request, Writer, failure, own_session
-from stenograph.dialects.chat import logprob_rows, openai_error
+from stenograph.dialects.chat import allowed_tools, logprob_rows, openai_error
 from stenograph.dialects.fields import Fields, invalid, read_body, shown
 from stenograph.dialects.minted import seal
 from stenograph.dialects.responses_items import (
@@ -55,11 +55,10 @@ def parse_request(body: bytes) -> ResponsesRequest:
     continues = fields.flag("continue_final_message")
     if continues and said and said[-1].role != "assistant":
         raise invalid("continue_final_message", f"needs an assistant's last message, got a {said[-1].role}'s")
-    tools, callees, left_out_tools = read_tools(fields)
+    tools, callees, left_out_tools = read_tools(fields, allowed_tools(fields))
     include = fields.texts("include")
     return ResponsesRequest(
-        # Tools stay out of the prompt of a request that forbids calls: nothing here can stop the model from making one.
-        conversation=Conversation((*begin, *said), () if fields.text("tool_choice") == "none" else tools, continues),
+        conversation=Conversation((*begin, *said), tools, continues),
         asked=_asked(fields),
         model=fields.text("model") or "",
         stream=fields.flag("stream"),
@@ -81,8 +80,6 @@ def _refuse(fields: Fields) -> None:
     """What would change the answer and is not done here."""
     if (fields.integer("top_logprobs", 0) or 0) > 0:
         raise invalid("top_logprobs", "must be 0; the engine returns the sampled token's log-probability alone")
-    if fields.values.get("tool_choice") not in (None, "auto", "none"):
-        raise invalid("tool_choice", 'must be "auto" or "none"; the engine cannot enforce a call')
     if fields.flag("background"):
         raise invalid("background", "must be false; responses are made while their client waits")
     if fields.values.get("conversation") is not None:

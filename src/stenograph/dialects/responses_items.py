@@ -26,8 +26,11 @@ class Callee:
     custom: bool = False  # called with a text rather than with arguments
 
 
-def read_tools(fields: Fields) -> tuple[tuple[Tool, ...], dict[str, Callee], list[str]]:
-    """The tools that the model is told of, whom it calls by their names, and notes on what was left out."""
+def read_tools(fields: Fields, allowed: list[Fields] | None) -> tuple[tuple[Tool, ...], dict[str, Callee], list[str]]:
+    """The tools that the model is told of, whom it calls by their names, and notes on what was left out.
+
+    Of tools that the model may call, `allowed` names those that it may call now; None means all.
+    """
     tools, callees, notes = [], {}, []
     for namespace, tool in _flat(fields):
         kind = tool.values.get("type", "function")
@@ -41,6 +44,9 @@ def read_tools(fields: Fields) -> tuple[tuple[Tool, ...], dict[str, Callee], lis
         description = tool.get("description", str, "a text") or ""
         parameters = _custom_parameters(tool) if callee.custom else tool.schema("parameters") or {}
         tools.append(Tool(name, description, parameters))
+    if allowed is not None:
+        names = {one.text("name") for one in allowed}
+        tools = [tool for tool in tools if tool.name in names or callees[tool.name].name in names]
     return tuple(tools), callees, notes
 
 
@@ -71,17 +77,28 @@ def _custom_arguments(text: str) -> str:
     return orjson.dumps({"input": text}).decode()
 
 
-def _custom_input(arguments: str) -> str:
-    """The text that a custom tool is called with; what the model wrote instead, where it wrote no such call."""
+def _custom_input(arguments: str) -> str | None:
+    """The text that a custom tool is called with; None where the model wrote no such call."""
     try:
         called = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        return arguments
+        return None
     match called:
         case {"input": str(text)} if len(called) == 1:
             return text
         case _:
-            return arguments
+            return None
+
+
+# A custom tool's call that holds no text is told by its raw arguments. Its id says so, for that comes back always.
+_RAW = "_raw"
+_RAW_ID = re.compile(rf"call_[0-9a-f]{{16}}_[0-9]+{_RAW}")
+
+
+def _called_id(item: Fields) -> tuple[str, bool]:
+    """A call's id, and whether the item holds raw arguments in the place of a text."""
+    wire = item.text("call_id") or ""
+    return (wire.removesuffix(_RAW), True) if _RAW_ID.fullmatch(wire) else (wire, False)
 
 
 def _left_out(kind: str) -> str:
@@ -178,13 +195,15 @@ def _read_item(item: Fields, transcript: _Transcript) -> None:
             arguments = item.get("arguments", str, "a JSON text") or ""
             _add_call(item, transcript, item.name("name"), arguments)
         case "custom_tool_call":
-            text = item.get("input", str, "a text") or ""
-            _add_call(item, transcript, item.name("name"), _custom_arguments(text))
+            text, (_, is_raw) = item.get("input", str, "a text") or "", _called_id(item)
+            _add_call(item, transcript, item.name("name"), text if is_raw else _custom_arguments(text))
         case "local_shell_call":
             _add_call(item, transcript, "local_shell", _dumped(item, "action"))
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             output = _text(item.values.get("output"), f"{item.path}output")
-            transcript.add(Message("tool", output, tool_call_id=item.text("call_id") or item.text("id")))
+            transcript.add(Message("tool", output, tool_call_id=_called_id(item)[0] or item.text("id")))
+        case "computer_call_output":
+            raise invalid(f"{item.path}type", "must not be a screen's picture; images are not supported")
         case "item_reference":
             if not _OURS.fullmatch(item.text("id") or ""):
                 told = f"refers to an item that is not stored here, {shown(item.values.get('id'))}"
@@ -226,7 +245,7 @@ def _read_reasoning(item: Fields, transcript: _Transcript) -> None:
 
 
 def _add_call(item: Fields, transcript: _Transcript, name: str, arguments: str) -> None:
-    call = ToolCall(item.text("call_id") or "", qualified(item.text("namespace"), name), arguments)
+    call = ToolCall(_called_id(item)[0], qualified(item.text("namespace"), name), arguments)
     transcript.said(item, "call").calls.append(call)
 
 
@@ -277,5 +296,8 @@ def call_item(name: str, index: int, call: ToolCall, callee: Callee) -> dict[str
     if callee.namespace is not None:
         item["namespace"] = callee.namespace
     if callee.custom:
-        return {"type": "custom_tool_call", "id": f"ctc_{name}_{index}", **item, "input": _custom_input(call.arguments)}
+        text = _custom_input(call.arguments)
+        if text is None:
+            text, item["call_id"] = call.arguments, call.id + _RAW
+        return {"type": "custom_tool_call", "id": f"ctc_{name}_{index}", **item, "input": text}
     return {"type": "function_call", "id": f"fc_{name}_{index}", **item, "arguments": call.arguments}

@@ -80,6 +80,54 @@ def test_what_no_record_can_hold_is_refused(field: str) -> None:
         chat.parse_request(b'{"messages": [{"role": "user", "content": "x"}], %s}' % field.encode())
 
 
+def read(**fields: Any) -> chat.ChatRequest:
+    return chat.parse_request(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        (None, ["add", "sub"]),
+        ("auto", ["add", "sub"]),
+        ("none", []),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS[1:]}}, ["sub"]),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, []),
+    ],
+)
+def test_tools_that_may_not_be_called_stay_out_of_the_prompt(choice: Any, names: list[str]) -> None:
+    assert [tool.name for tool in read(tools=TOOLS, tool_choice=choice).conversation.tools] == names
+
+
+ASKED_IN_VAIN: dict[str, dict[str, Any]] = {
+    "tool_choice": {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS}}},
+    "functions": {"functions": [{"name": "add"}]},
+    "modalities": {"modalities": ["text", "audio"]},
+    "guided_json": {"guided_json": {"type": "object"}},
+    "messages[0].function_call": {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+}
+
+
+@pytest.mark.parametrize("param", ASKED_IN_VAIN)
+def test_what_would_change_the_answer_is_never_dropped(param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read(**ASKED_IN_VAIN[param])
+    assert refused.value.param == param
+
+
+def test_what_breaks_nothing_is_noted() -> None:
+    ignored = {"chat_template_kwargs": {"enable_thinking": False}, "logit_bias": {"5": 1}, "web_search_options": {}}
+    notes = ("ignored:logit_bias", "ignored:chat_template_kwargs", "left_out:web_search")
+    assert read(**ignored, functions=[], function_call=None, modalities=["text"]).notes == notes
+
+
+def test_a_refusal_is_what_an_assistant_said() -> None:
+    said = [{"role": "assistant", "content": None, "refusal": "No.", "function_call": None}]
+    assert read(messages=said).conversation.messages[0].content == "No."
+
+
 def test_a_token_that_ends_inside_a_character_claims_no_bytes() -> None:
     request = chat.parse_request(b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true}')
     texts = {1: "a", 2: "\ufffd"}

@@ -118,6 +118,8 @@ def test_tools_that_nobody_here_can_run_are_left_out_and_noted() -> None:
     request = read(tools=[*foreign, ADD, {**ADD, "type": "custom", "defer_loading": True}])
     assert request.conversation.tools == (Tool("add", "Adds.", ADD["input_schema"]),) * 2
     assert request.notes == ("left_out:web_search", "left_out:bash", "left_out:mcp_toolset")
+    served = read(mcp_servers=[{"type": "url", "url": "x", "name": "y"}], container={"skills": []})
+    assert served.notes == ("left_out:mcp_servers", "left_out:container")
 
 
 def test_tools_stay_out_of_a_prompt_that_may_not_call() -> None:
@@ -168,6 +170,7 @@ DEEP: Any = []
 for _ in range(300):
     DEEP = [DEEP]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("thread", {"thread": {"type": "continue", "previous_message_id": "msg_1"}}),
     ("max_tokens", {"max_tokens": None}),
     ("max_tokens", {"max_tokens": 0}),
     ("messages", {"messages": []}),

@@ -30,6 +30,23 @@ def test_forbidden_tools_stay_out_of_the_prompt() -> None:
     assert parse(tools=TOOLS, tool_choice="none").conversation.tools == ()
 
 
+@pytest.mark.parametrize(
+    ("allowed", "names"),
+    [
+        ([{"type": "custom", "name": "patch"}, {"type": "mcp", "server_label": "x"}], ["patch"]),
+        ([{"type": "function", "name": "close"}], ["agents__close"]),
+        (
+            [{"type": "function", "name": "agents__close"}, {"type": "function", "name": "shell"}],
+            ["shell", "agents__close"],
+        ),
+        ([], []),
+    ],
+)
+def test_tools_that_are_not_allowed_stay_out_of_the_prompt(allowed: list[dict[str, Any]], names: list[str]) -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    assert [tool.name for tool in parse(tools=TOOLS, tool_choice=choice).conversation.tools] == names
+
+
 def test_fields_of_a_request() -> None:
     request = parse(
         temperature=0.5,
@@ -76,6 +93,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "tools[0].tools[0].name": {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
     "tools[1].name": {"tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "f"}]},
     "tool_choice": {"tool_choice": {"type": "function", "name": "f"}},
+    "tool_choice.tools": {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 5}},
+    "input[0].type": {"input": [{"type": "computer_call_output", "call_id": "c", "output": {}}]},
     "top_logprobs": {"top_logprobs": 2},
     "conversation": {"conversation": "conv_1"},
     "background": {"background": True},

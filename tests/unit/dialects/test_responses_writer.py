@@ -186,32 +186,35 @@ def test_the_order_of_events() -> None:
 
 def test_calls_are_given_back_in_the_form_of_their_tools() -> None:
     calls = (
-        ToolCall("call_0", "shell", '{ "cmd" :1}'),
-        ToolCall("call_1", "agents__close", "{}"),
-        ToolCall("call_2", "patch", '{"input": "*** é"}'),
-        ToolCall("call_3", "patch", '{"patch": 1}'),
-        ToolCall("call_4", "close", "{}"),
-        ToolCall("call_5", "patch", '{"input": "x", "more": 1}'),
+        ToolCall(f"call_{NAME}_0", "shell", '{ "cmd" :1}'),
+        ToolCall(f"call_{NAME}_1", "agents__close", "{}"),
+        ToolCall(f"call_{NAME}_2", "patch", '{"input": "*** é"}'),
+        ToolCall(f"call_{NAME}_3", "patch", '{"patch": 1}'),
+        ToolCall(f"call_{NAME}_4", "close", "{}"),
+        ToolCall(f"call_{NAME}_5", "patch", '{"input": "x", "more": 1}'),
     )
     output = json.loads(make_writer(parse(tools=TOOLS)).whole([make_answered(Reply(tool_calls=calls))]))["output"]
     function = {"type": "function_call", "status": "completed"}
     custom = {"type": "custom_tool_call", "status": "completed", "name": "patch"}
     assert output == [
-        {**function, "id": f"fc_{NAME}_0", "call_id": "call_0", "name": "shell", "arguments": '{ "cmd" :1}'},
+        {**function, "id": f"fc_{NAME}_0", "call_id": f"call_{NAME}_0", "name": "shell", "arguments": '{ "cmd" :1}'},
         {
             **function,
             "id": f"fc_{NAME}_1",
-            "call_id": "call_1",
+            "call_id": f"call_{NAME}_1",
             "namespace": "agents",
             "name": "close",
             "arguments": "{}",
         },
-        {**custom, "id": f"ctc_{NAME}_2", "call_id": "call_2", "input": "*** é"},
-        {**custom, "id": f"ctc_{NAME}_3", "call_id": "call_3", "input": '{"patch": 1}'},  # the way the model wrote it
-        {**function, "id": f"fc_{NAME}_4", "call_id": "call_4", "name": "close", "arguments": "{}"},
-        {**custom, "id": f"ctc_{NAME}_5", "call_id": "call_5", "input": '{"input": "x", "more": 1}'},
+        {**custom, "id": f"ctc_{NAME}_2", "call_id": f"call_{NAME}_2", "input": "*** é"},
+        {**custom, "id": f"ctc_{NAME}_3", "call_id": f"call_{NAME}_3_raw", "input": '{"patch": 1}'},
+        {**function, "id": f"fc_{NAME}_4", "call_id": f"call_{NAME}_4", "name": "close", "arguments": "{}"},
+        {**custom, "id": f"ctc_{NAME}_5", "call_id": f"call_{NAME}_5_raw", "input": '{"input": "x", "more": 1}'},
     ]
-    assert [one.name for one in read(*output)[0].tool_calls] == [one.name for one in calls]
+    result = {"type": "custom_tool_call_output", "call_id": f"call_{NAME}_3_raw", "output": "no"}
+    said, told = read(*sendable(output, drop_ids=True), result)
+    assert said.tool_calls == (*calls[:2], replace(calls[2], arguments='{"input":"*** é"}'), *calls[3:])
+    assert told.tool_call_id == f"call_{NAME}_3"  # the mark that a call is told as it was written is ours alone
 
 
 def test_a_response_repeats_what_was_asked_and_counts_tokens() -> None:
