@@ -206,6 +206,41 @@ def test_messages_in_channels_are_shown_as_they_arrive() -> None:
     assert sum(bool(delta.content or delta.reasoning) for delta in shown) > 1.2 * len(TEXT)
 
 
+RARE = [
+    ("deepseek-v4", "Hi <｜DSML｜tool>\nthere"),
+    ("deepseek-v4", "Hi <｜DSML｜toolcalls>\nthere"),
+    ("kimi-k2.5", "</think>Hi <|tool_call_section_begin|>a<|tool_call_section_end|>"),
+    ("inkling", "<|content_text|>Hi<|end_message|><|message_model|><|content_thinking|>Hm"),
+    ("gemma4", "Hi <|channel>thought\nHm"),
+    ("gemma4", "<|channel>thought\nHm<channel|>Hi<|channel>more"),
+    ("llama-3", "Hi<|start_header_id|>user<|end_header_id|>there"),
+    ("glm-4.5", "</think>Hi<think>Hm</think> there<think>more"),
+    ("deepseek-r1", "Hm</think>Hi</think><think>there"),
+    ("gemma4 in pieces", "Hi"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), RARE)
+def test_what_parsers_take_back_or_split_otherwise_is_shown_as_the_whole_turn_says(name: str, text: str) -> None:
+    case = CASES[name]
+    ids = case.rendering.encode_text(text)
+    _check(case.rendering, case.prompt, ids, [1])
+    half = case.rendering.encode_text("😀")[:2]
+    _check(case.rendering, case.prompt, np.concatenate([ids, half, ids]), [1])
+    assert "Hi" in case.rendering.parse(ids, case.prompt, ASKED).content
+
+
+def test_the_end_of_a_turn_counts_within_a_header_too() -> None:
+    ids = HARMONY.encode_text("<|start|>assistant<|return|><|channel|>final<|message|>Hi")
+    _check(HARMONY, HARMONY.encode_text(PROMPTS[0]), ids, [1])
+
+
+def test_an_end_marker_in_letters_does_not_split_what_was_shown() -> None:
+    rendering = CASES["qwen3"].rendering
+    letters = [rendering.encode_text(text) for text in ("<think>", "a</thi", "nk>b", "</think>", "c")]
+    _check(rendering, CASES["qwen3"].prompt, _joined(letters), [1])
+
+
 def test_what_the_whole_turn_is_read_for_is_read_once() -> None:
     """A token costs the same at the end of a long turn as at its start: nothing is decoded or parsed again."""
     rendering = any_family("qwen3")
