@@ -69,7 +69,7 @@ class FamilyRendering:
 
     def render(self, conversation: Conversation) -> Ids:
         with boundary(RequestError, f"render the messages as {self._name}"):
-            messages: list[Any] = message_dicts(conversation, placement=self._placement)
+            messages = self._dicts(conversation)
             tools: Any = tool_dicts(conversation.tools)
             return _array(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
 
@@ -81,7 +81,7 @@ class FamilyRendering:
         if self._retaining is not None and not ends_reasoning(conversation.messages, num_known, self._placement):
             renderer = self._retaining
         with boundary(RequestError, f"render the new messages as {self._name}"):
-            messages: list[Any] = message_dicts(conversation, num_known, placement=self._placement)
+            messages = self._dicts(conversation, num_known)
             tools: Any = tool_dicts(conversation.tools)
             bridged = renderer.bridge_to_next_turn(known[:start], known[start:], messages, tools=tools)
         if bridged is None:
@@ -138,15 +138,9 @@ class FamilyRendering:
 
     def encode_reply(self, reply: Reply) -> Ids:
         asked = Conversation((ASK,))
-        # One family writes the name of a call in its id alone.
-        calls = tuple(
-            replace(call, id=call.id or f"functions.{call.name}:{i}") for i, call in enumerate(reply.tool_calls)
-        )
         prompt = self.render(asked)
         with boundary(RequestError, f"render a reply as {self._name}"):
-            answered = Conversation((ASK, replace(reply, tool_calls=calls).message()))
-            messages: list[Any] = message_dicts(answered)
-            ids = _array(self._renderer.render_ids(messages))
+            ids = _array(self._renderer.render_ids(self._dicts(Conversation((ASK, reply.message())))))
         size = min(len(ids), len(prompt))
         differs = np.flatnonzero(ids[:size] != prompt[:size])
         num_shared = int(differs[0]) if len(differs) else size
@@ -212,6 +206,10 @@ class FamilyRendering:
     def _thinks_by_option(self) -> bool:
         return bool(getattr(getattr(self._renderer, "config", None), "enable_thinking", True))
 
+    def _dicts(self, conversation: Conversation, start: int = 0) -> list[Any]:
+        named = self._format is not None and self._format.named_ids
+        return message_dicts(conversation, start, placement=self._placement, named_ids=named)
+
     def _render_reply(self, reply: Message | None) -> str:
         """A stand-in question with `reply`, or with the generation prompt."""
         return self._render_text((ASK, reply) if reply else (ASK,), generation=reply is None)
@@ -267,7 +265,7 @@ class FamilyRendering:
         start, stop = attempt.token_span
         before = self._text(ids[end:start])
         if end == 0:  # the text before the first call is the content already, less the space after it
-            before = before[len(before.rstrip()) :]
+            content, before = content.rstrip(), before[len(before.rstrip()) :]
         return content + before + self._text(ids[start:stop])
 
 

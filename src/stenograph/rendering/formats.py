@@ -37,6 +37,7 @@ class Format:
     by_option: bool = False
     in_channels: bool = False
     bare_call: bool = False
+    named_ids: bool = False
 
 
 _CHATML = Format("<|im_start|>assistant\n", calls=("<tool_call>",))
@@ -77,8 +78,10 @@ FORMATS: dict[str, Format] = {
         spelled=("<｜DSML｜tool_calls>", "<｜DSML｜toolcalls>", "<｜DSML｜tool>", "<｜DSML｜invoke"),
         reopens=True,
     ),
-    "kimi-k2": Format(_KIMI_HEADER, calls=_KIMI_CALLS),
-    "kimi-k2.5": Format(_KIMI_HEADER, calls=_KIMI_CALLS, spelled=(*_KIMI_CALLS, "<|tool_call_section_begin|>")),
+    "kimi-k2": Format(_KIMI_HEADER, calls=_KIMI_CALLS, named_ids=True),
+    "kimi-k2.5": Format(
+        _KIMI_HEADER, calls=_KIMI_CALLS, spelled=(*_KIMI_CALLS, "<|tool_call_section_begin|>"), named_ids=True
+    ),
     "gemma4": Format(
         "<|turn>model\n",
         reasoning=("<|channel>", "<channel|>"),

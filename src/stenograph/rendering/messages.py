@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stenograph.errors import RequestError
@@ -72,13 +72,14 @@ def message_dicts(
     *,
     placement: Placement = AS_GIVEN,
     parse_arguments: bool = False,
+    named_ids: bool = False,
 ) -> list[dict[str, Any]]:
     """messages[start:]; a tool result without a name takes that of the call it answers, wherever that call stands.
 
     `start` is 0 or lies behind the system messages at the start. `parse_arguments` is for templates that take an
-    object; text that is no JSON stays text.
+    object; text that is no JSON stays text. `named_ids` is for a family whose calls have their name in their id alone.
     """
-    messages = conversation.messages
+    messages = _with_named_ids(conversation.messages) if named_ids else conversation.messages
     num_leading = 0
     while num_leading < len(messages) and messages[num_leading].role in _INSTRUCTIONS:
         num_leading += 1
@@ -91,6 +92,26 @@ def message_dicts(
         content = "\n\n".join(message["content"] for message in dicts[:num_leading])
         dicts[:num_leading] = [{"role": "system", "content": content}]
     return dicts
+
+
+def _with_named_ids(messages: Sequence[Message]) -> Sequence[Message]:
+    """`messages` with the ids that the family's models write: the function and the number of the call."""
+    named: dict[str, str] = {}
+    num_calls = 0
+    out = []
+    for message in messages:
+        if message.tool_calls:
+            calls = []
+            for call in message.tool_calls:
+                id = call.id if call.id.startswith("functions.") else f"functions.{call.name}:{num_calls}"
+                named[call.id] = id
+                calls.append(replace(call, id=id))
+                num_calls += 1
+            message = replace(message, tool_calls=tuple(calls))
+        elif message.tool_call_id in named:
+            message = replace(message, tool_call_id=named[message.tool_call_id])
+        out.append(message)
+    return out
 
 
 def ends_reasoning(messages: Sequence[Message], num_known: int, placement: Placement) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from stenograph.config import ModelConfig
 from stenograph.rendering import Rendering, load_rendering
 from stenograph.types import Conversation, Ids, Message, Reply, Tool, ToolCall
-from support.tokenizers import CHATML, EXAMPLE_TEMPLATE, example, family, template
+from support.tokenizers import CHATML, EXAMPLE_TEMPLATE, any_family, example, family, template
 
 TOOLS = (Tool("calc", "Evaluate.", {"type": "object", "properties": {"e": {"type": "string"}}}),)
 ASKED = Conversation((Message("system", "Be brief."), Message("user", "2 + 3?")), TOOLS)
@@ -192,3 +192,20 @@ def test_another_end_token_is_followed_by_the_templates_own(tmp_path: Path) -> N
     added = rendering.extend(conversation, 2, prompt, rendering.encode_text("a<|endoftext|>"))
     assert added is not None
     assert rendering.decode(added).startswith("<|im_end|>\n<|im_start|>user\n")
+
+
+@pytest.mark.parametrize("name", ["kimi-k2", "kimi-k2.5"])
+def test_where_ids_name_the_function_they_are_written_as_the_model_would(name: str) -> None:
+    rendering = any_family(name)
+    calls = (ToolCall("call_x", "calc", "{}"), ToolCall("functions.other:7", "other", "{}"))
+    asked = Conversation(ASKED.messages)
+    prompt = rendering.render(asked)
+    output = rendering.encode_reply(Reply("", "", calls))
+    new = (Message("tool", "5", tool_call_id="call_x"), Message("tool", "6", tool_call_id="functions.other:7"))
+    conversation, num_known = _after(asked, Reply("", "", calls), *new)
+    added = rendering.extend(conversation, num_known, prompt, output)
+    assert added is not None
+    for text in (rendering.decode(added), rendering.decode(rendering.render(conversation))):
+        assert "Return of functions.calc:0\n5" in text
+        assert "Return of functions.other:7\n6" in text
+        assert "call_x" not in text

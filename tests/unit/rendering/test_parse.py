@@ -101,6 +101,12 @@ def test_a_call_that_does_not_parse_stays_as_it_was_written(rendering: Rendering
     assert _parse(rendering, f"<think>\nHm.\n</think>\n\nLook:\n\n{bad}<|im_end|>") == Reply(f"Look:\n\n{bad}", "Hm.")
 
 
+@pytest.mark.parametrize("name", ["laguna-xs-2.1", "glm-4.5", "qwen3.5"])
+def test_what_stands_before_a_bad_call_is_not_written_twice(name: str) -> None:
+    text = "</think>Hi\n\n<tool_call>f"
+    assert _parse(any_family(name), text).content.removeprefix("</think>") == "Hi\n\n<tool_call>f"
+
+
 def test_a_bad_call_does_not_take_good_ones_with_it(rendering: Rendering) -> None:
     good = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     bad = "<tool_call>\n{]\n</tool_call>"
