@@ -120,6 +120,7 @@ class Reply:
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    num_malformed_calls: int = field(default=0, compare=False)
 
     def message(self) -> Message:
         return Message("assistant", self.content, self.reasoning, self.tool_calls)

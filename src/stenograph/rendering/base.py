@@ -36,6 +36,11 @@ class Rendering(Protocol):
         """Ids that end an assistant turn."""
         ...
 
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token, so that a text of n has at least n / longest_token tokens."""
+        ...
+
     def render(self, conversation: Conversation) -> Ids:
         """The whole prompt, generation prompt included. Raises RequestError where the template refuses the messages."""
         ...

@@ -26,6 +26,7 @@ from stenograph.rendering.messages import (
     tool_dicts,
 )
 from stenograph.rendering.stream import BufferedStream, Grammar, MarkerStream, State
+from stenograph.rendering.tokenizer import longest_token
 from stenograph.types import Conversation, Ids, Message, Reply, ToolCall
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class FamilyRendering:
         self._format = FORMATS.get(name)
         self._stop = tuple(renderer.get_stop_token_ids())
         self._placement = find_placement(lambda messages: self._render_text(messages, generation=True))
+        self._longest_token = longest_token(tokenizer)
         self._detokenizer = Detokenizer(tokenizer)
         self._grammar: Grammar | None = None
         self._harmony: Harmony | None = None
@@ -66,6 +68,10 @@ class FamilyRendering:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return self._stop
+
+    @property
+    def longest_token(self) -> int:
+        return self._longest_token
 
     def render(self, conversation: Conversation) -> Ids:
         with boundary(RequestError, f"render the messages as {self._name}"):
@@ -227,15 +233,16 @@ class FamilyRendering:
     def _reply(self, ids: list[int], parsed: ParsedResponse) -> Reply:
         calls: list[ToolCall] = []
         content = parsed.content
-        end = 0  # of the call before, in ids
+        end = num_malformed = 0  # `end`: of the call before, in ids
         for attempt in parsed.tool_calls:
             call = _tool_call(attempt)
             if call is not None:
                 calls.append(call)
             else:
                 content = self._with_raw(content, ids, end, attempt)
+                num_malformed += 1
             end = attempt.token_span[1] if attempt.token_span is not None else end
-        return Reply(content.strip(), (parsed.reasoning_content or "").strip(), tuple(calls))
+        return Reply(content.strip(), (parsed.reasoning_content or "").strip(), tuple(calls), num_malformed)
 
     def _reader(self, tail: list[int], parse: Callable[[Ids], Reply]) -> MarkerStream | None:
         if self._harmony is not None:

@@ -102,6 +102,7 @@ class Reading:
         self._shown: list[Delta] = []
         self._call: list[str] = []
         self._calls: list[ToolCall] = []
+        self._num_malformed = 0
 
     def feed(self, text: str) -> Delta:
         return self._take(self._parser.feed(text), closed=True)
@@ -114,7 +115,7 @@ class Reading:
     def reply(self) -> Reply:
         content = "".join(delta.content for delta in self._shown)
         reasoning = "".join(delta.reasoning for delta in self._shown)
-        return Reply(content, reasoning, tuple(self._calls))
+        return Reply(content, reasoning, tuple(self._calls), self._num_malformed)
 
     def _take(self, events: list[dict[str, Any]], closed: bool) -> Delta:
         content: list[str] = []
@@ -143,6 +144,7 @@ class Reading:
         if call is not None:
             self._calls.append(call)
             return ""
+        self._num_malformed += 1
         field = self._fields[_CALLS]
         return field["open"] + text + (field["close"] if closed else "")
 

@@ -23,6 +23,7 @@ from stenograph.rendering.messages import (
 )
 from stenograph.rendering.response import ResponseReader
 from stenograph.rendering.stream import BufferedStream, TextStream
+from stenograph.rendering.tokenizer import longest_token
 from stenograph.types import Conversation, Ids, Message, Reply, Tool, ToolCall
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class TemplateRendering:
         self._reader = reader
         self._retention = retention
         self._detokenizer = Detokenizer(tokenizer) if Detokenizer.supports(tokenizer) else None
+        self._longest_token = longest_token(tokenizer)
         self._shape = _probe(tokenizer)
         stop = [self._shape.close_id, tokenizer.eos_token_id]
         self._stop = tuple(dict.fromkeys(token for token in stop if isinstance(token, int)))
@@ -62,6 +64,10 @@ class TemplateRendering:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return self._stop
+
+    @property
+    def longest_token(self) -> int:
+        return self._longest_token
 
     def render(self, conversation: Conversation) -> Ids:
         with boundary(RequestError, "render the messages with the model's chat template"):

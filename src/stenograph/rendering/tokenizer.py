@@ -59,6 +59,11 @@ def builtin_tokenizer(markers: Sequence[str] = _MARKERS) -> PreTrainedTokenizerB
     )
 
 
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token, as its vocabulary spells it: a byte or a character each."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
 def _from_path(config: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 

@@ -105,3 +105,10 @@ def test_the_built_in_tokenizer_keeps_any_text() -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     assert tokenizer.unk_token is None
     assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_no_text_has_fewer_tokens_than_its_longest_token_allows() -> None:
+    rendering = load_rendering(ModelConfig())
+    text = "<tool_response>" * 3 + "日本 text"
+    assert rendering.longest_token == len("</tool_response>")
+    assert len(rendering.encode_text(text)) >= len(text) / rendering.longest_token

@@ -98,6 +98,7 @@ def test_what_any_family_would_write_is_read_back(name: str) -> None:
 )
 def test_a_call_that_does_not_parse_stays_as_it_was_written(rendering: Rendering, bad: str) -> None:
     assert _parse(rendering, bad) == Reply(bad)
+    assert _parse(rendering, bad).num_malformed_calls == 1
     assert _parse(rendering, f"<think>\nHm.\n</think>\n\nLook:\n\n{bad}<|im_end|>") == Reply(f"Look:\n\n{bad}", "Hm.")
 
 
@@ -112,7 +113,7 @@ def test_a_bad_call_does_not_take_good_ones_with_it(rendering: Rendering) -> Non
     bad = "<tool_call>\n{]\n</tool_call>"
     reply = _parse(rendering, f"{good}\n{bad}\n{good}<|im_end|>")
     assert [call.arguments for call in reply.tool_calls] == ['{"a": 1}', '{"a": 1}']
-    assert reply.content == bad
+    assert (reply.content, reply.num_malformed_calls) == (bad, 1)
 
 
 def test_text_cut_inside_reasoning_is_reasoning(rendering: Rendering) -> None:
