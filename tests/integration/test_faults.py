@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,9 +16,10 @@ import pytest
 
 from stenograph.engines.base import Chunk, Generate
 from stenograph.engines.scripted import Line, ScriptedEngine
+from stenograph.gateway.calls import Call
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.tree import TurnState
-from support.listening import CHAT, becomes, chat_body, listening, rendering, say
+from support.listening import CHAT, Session, becomes, chat_body, listening, rendering, say
 
 RENDERING = rendering()
 FIRST, SECOND = say(RENDERING, "the first"), say(RENDERING, "the second")
@@ -128,6 +131,36 @@ async def test_choices_in_flight_count_as_turns() -> None:
         answers = await asyncio.gather(*[session.ask(chat_body("hello", n=4)) for _ in range(3)])
         assert sorted(status for status, _, _ in answers) == [200, 200, 400]
         assert len(await session.turns()) == 8
+
+
+async def leave_undelivered(session: Session) -> Call:
+    """A call that its client left in mid-stream and that was taken to its end."""
+    reader, writer = await session.connect(chat_body("hello", stream=True))
+    async with asyncio.timeout(20):
+        await reader.readuntil(b'"content":"a')
+    writer.close()
+    await session.until("undelivered")
+    held = session.client.gateway.sessions.find(session.id)
+    return next(iter(held.calls.values()))[0]
+
+
+async def test_a_call_that_nobody_can_be_given_any_more_is_forgotten() -> None:
+    async with listening([SLOW, SLOW]) as client:
+        delivered, sealed = await client.open(), await client.open()
+        calls = [weakref.ref(await leave_undelivered(session)) for session in (delivered, sealed)]
+        assert (await delivered.ask(chat_body("hello")))[0] == 200
+        await client.json("POST", f"/sessions/{sealed.id}/seal", {})
+        await becomes(lambda: gc.collect() >= 0 and [call() for call in calls] == [None, None])
+
+
+async def test_a_response_that_is_to_be_stored_is_not_answered_by_a_turn_that_is_not() -> None:
+    async with listening([SLOW, FIRST, SECOND]) as client:
+        session = await client.open()
+        await leave_undelivered(session)
+        asked = {"input": "hello", "store": True}
+        said = json.loads((await session.ask(json.dumps(asked).encode(), "/v1/responses"))[2])
+        asked = {"input": "go on", "previous_response_id": said["id"]}
+        assert (await session.ask(json.dumps(asked).encode(), "/v1/responses"))[0] == 200
 
 
 def deep(depth: int) -> Mapping[str, Any]:

@@ -161,7 +161,8 @@ def _key(request: Request) -> bytes:
     """Equal for requests that ask the same: not the same bytes, for clients change what means nothing."""
     conversation = request.conversation
     grammar = orjson.dumps(request.grammar, option=orjson.OPT_SORT_KEYS)
-    rest = orjson.dumps([conversation.continues, request.num_choices])
+    # The response that is stored is what the next request goes on from, so how it is stored counts too.
+    rest = orjson.dumps([conversation.continues, request.num_choices, request.store, request.num_instructions])
     asked = conversation_digest(conversation) + rest + grammar
     return hashlib.blake2b(asked, digest_size=16).digest()
 

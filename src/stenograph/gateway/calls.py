@@ -67,6 +67,8 @@ class Call:
         """The one place where the state changes."""
         assert state in _NEXT[self.state], f"{self.state} -> {state}"
         self.state = state
+        if self.over and self._deadline is not None:
+            self._deadline.cancel()  # which would keep this call and all it holds until then
         self._news.set()
 
     def prepared(self, num_prompt: int) -> None:

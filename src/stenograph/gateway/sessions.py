@@ -139,6 +139,7 @@ class Sessions:
     async def seal(self, session: Session, timeout_s: float, reward: float | None, status: str | None) -> None:
         session.state = "sealed"
         await session.settle(timeout_s)
+        session.calls.clear()  # a sealed session repeats nothing
         self.find(session.id)  # it may have been deleted meanwhile
         if session.traced:
             self.store.seal(session.id, reward, status)
