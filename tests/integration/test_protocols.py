@@ -317,6 +317,23 @@ async def test_items_sent_by_their_ids_alone_are_found() -> None:
         assert (status, json.loads(body)["error"]["param"]) == (400, "input")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("arguments", ['{"input": "+ é"}', '{"other": 1}', '"+ é"', '{"input": "{}", "more": 1}'])
+async def test_a_custom_tools_call_goes_on_with_its_branch(arguments: str, stream: bool) -> None:
+    call = Line(RENDERING.encode_reply(Reply(tool_calls=(ToolCall("", "patch", arguments),))))
+    async with listening([call, SAYING]) as client:
+        session = await client.open()
+        asked = responses_ask("hello", stream=stream, tools=[{"type": "custom", "name": "patch"}])
+        _, _, body = await session.ask(encoded(asked), "/v1/responses")
+        last = body.rstrip().rpartition(b"data: ")[2] if stream else body
+        (item,) = json.loads(last)["response"]["output"] if stream else json.loads(last)["output"]
+        assert item["input"] == ("+ é" if arguments == '{"input": "+ é"}' else arguments)
+        result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}
+        asked["input"] += [{key: value for key, value in item.items() if key != "id"}, result]
+        status, _, _ = await session.ask(encoded(asked), "/v1/responses")
+        assert (status, await client.json("GET", f"/sessions/{session.id}/drift")) == (200, [])
+
+
 async def test_what_counts_tokens_or_comes_later_keeps_its_protocols_errors() -> None:
     async with listening([SAYING]) as client:
         session = await client.open()

@@ -139,6 +139,23 @@ def anthropic_messages(session: Session, stream: bool) -> str:
             messages.append({"role": "user", "content": results})
 
 
+def anthropic_runner(session: Session, stream: bool) -> str:
+    """The SDK runs the tools itself, over its beta addresses."""
+    options: dict[str, Any] = {
+        "model": "m",
+        "max_tokens": 1000,
+        "system": "Be brief.",
+        "tools": [anthropic.beta_tool(add)],
+    }
+    with anthropic.Anthropic(base_url=session["base_url"], api_key=session["api_key"], max_retries=0) as client:
+        asked: Any = [{"role": "user", "content": QUESTION}]
+        runner: Any = client.beta.messages.tool_runner(messages=asked, stream=stream, **options)
+        message: Any = None
+        for message in runner:
+            message = message.get_final_message() if stream else message
+        return "".join(block.text for block in message.content if block.type == "text")
+
+
 def openai_agents(kind: str) -> Callable[[Session, bool], str]:
     async def run(session: Session, stream: bool) -> str:
         from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunConfig, Runner, function_tool
@@ -229,6 +246,7 @@ CLIENTS: dict[str, Callable[[Session, bool], str]] = {
     "openai-responses": openai_responses,
     "openai-responses-by-id": openai_responses_by_id,
     "anthropic": anthropic_messages,
+    "anthropic-runner": anthropic_runner,
     "openai-agents-chat": openai_agents("chat"),
     "openai-agents-responses": openai_agents("responses"),
     "pydantic-ai-chat": pydantic_ai("chat"),
@@ -237,6 +255,8 @@ CLIENTS: dict[str, Callable[[Session, bool], str]] = {
     "langgraph-chat": langgraph("chat"),
     "langgraph-responses": langgraph("responses"),
 }
+# What these are told of reasoning they do not send back, or send back as text.
+LOSE_REASONING = {"openai-agents-chat", "pydantic-ai-responses", "langgraph-chat"}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -248,3 +268,6 @@ def test_a_tool_call_and_a_final_answer(server: Server, client: str, stream: boo
     assert [turn["state"] for turn in tree["turns"]] == ["delivered"] * 2
     ledger = server.call("GET", f"/sessions/{session['id']}/ledger")
     assert ledger["sampled"] == ledger["in_flight"] > 0
+    if client not in LOSE_REASONING:
+        assert server.call("GET", f"/sessions/{session['id']}/drift") == []
+        assert [node["kind"] for node in tree["nodes"]] == ["context", "output", "context", "output"]

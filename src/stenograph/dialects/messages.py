@@ -16,6 +16,7 @@ from stenograph.dialects.base import Answered, Decode, HttpError, Kind, Request,
 from stenograph.dialects.fields import Fields, invalid, read_body, shown
 from stenograph.dialects.messages_blocks import read_messages, read_tools, tool_input, tool_use
 from stenograph.dialects.minted import seal
+from stenograph.errors import RequestError
 from stenograph.types import Conversation
 
 
@@ -51,9 +52,13 @@ def count(num_tokens: int) -> bytes:
 
 
 def _request(fields: Fields) -> MessagesRequest:
-    if fields.values.get("thread") is not None:
-        raise invalid("thread", "is not kept here; send all messages")
+    _refuse(fields)
     notes = [f"left_out:{name}" for name in ("mcp_servers", "container") if fields.values.get(name)]
+    edits = fields.object("context_management").objects("edits")
+    if not all(
+        (edit.text("type") or "").startswith("clear_thinking_") for edit in edits
+    ):  # what is kept of it is the run's choice
+        notes.append("ignored:context_management")
     tools = read_tools(fields, notes) if _may_call(fields, notes) else ()
     messages, continues = read_messages(fields, notes)
     return MessagesRequest(
@@ -66,6 +71,15 @@ def _request(fields: Fields) -> MessagesRequest:
         notes=tuple(dict.fromkeys(notes)),
         hide_thinking=fields.object("thinking").text("display") == "omitted",
     )
+
+
+def _refuse(fields: Fields) -> None:
+    """What would change the answer and is not done here."""
+    if fields.values.get("thread") is not None:
+        told = "thread: none is kept here; send all messages"
+        raise RequestError(told, code="thread_unsupported_request", param="thread")  # clients go on without one
+    if fields.values.get("compaction") is not None:
+        raise invalid("compaction", "is not done here; ask for a summary in a message")
 
 
 def _asked(fields: Fields) -> dict[str, Any]:
@@ -219,12 +233,14 @@ def _usage(num_prompt: int, num_output: int = 0) -> dict[str, Any]:
 
 def error(exception: Exception) -> HttpError:
     told = failure(exception)
-    message = told.message
+    detail: dict[str, Any] = {"type": _ERROR_TYPES.get(told.kind, f"{told.kind}_error"), "message": told.message}
     if told.overflow is not None:
         num_tokens, limit = told.overflow
-        message = f"prompt is too long: {num_tokens} tokens > {limit} maximum"
-    body = {"type": "error", "error": {"type": _ERROR_TYPES.get(told.kind, f"{told.kind}_error"), "message": message}}
-    return HttpError(told.status, {"content-type": "application/json", **told.headers}, orjson.dumps(body))
+        detail["message"] = f"prompt is too long: {num_tokens} tokens > {limit} maximum"
+    elif told.code is not None:
+        detail["details"] = {"error_code": told.code}
+    headers = {"content-type": "application/json", **told.headers}
+    return HttpError(told.status, headers, orjson.dumps({"type": "error", "error": detail}))
 
 
 _ERROR_TYPES: dict[Kind, str] = {"too_large": "request_too_large", "engine": "api_error", "internal": "api_error"}

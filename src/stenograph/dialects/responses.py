@@ -116,6 +116,7 @@ def _grammar(fields: Fields) -> Mapping[str, Any] | None:
 def _ignored(fields: Fields) -> list[str]:
     """What was asked and cannot be done, though nothing breaks by it."""
     notes = ["ignored:parallel_tool_calls"] if fields.values.get("parallel_tool_calls") is False else []
+    notes += ["ignored:context_management"] if fields.values.get("context_management") else []
     return notes + (["ignored:truncation"] if fields.values.get("truncation") == "auto" else [])
 
 

@@ -56,7 +56,10 @@ def qualified(namespace: str | None, name: str) -> str:
 
 
 def _flat(fields: Fields) -> Iterator[tuple[str | None, Fields]]:
-    for tool in fields.objects("tools"):
+    """Each tool with its namespace. Those that an item adds are among them: told later, they would tear the prompt."""
+    items = fields.objects("input") if isinstance(fields.values.get("input"), list) else []
+    added = [item for item in items if item.values.get("type") == "additional_tools"]
+    for tool in (tool for given in (fields, *added) for tool in given.objects("tools")):
         if tool.values.get("type") == "namespace":
             namespace = tool.name("name")
             yield from ((namespace, inner) for inner in tool.objects("tools"))
@@ -202,6 +205,8 @@ def _read_item(item: Fields, transcript: _Transcript) -> None:
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             output = _text(item.values.get("output"), f"{item.path}output")
             transcript.add(Message("tool", output, tool_call_id=_called_id(item)[0] or item.text("id")))
+        case "additional_tools":
+            pass  # they stand among the request's tools
         case "computer_call_output":
             raise invalid(f"{item.path}type", "must not be a screen's picture; images are not supported")
         case "item_reference":

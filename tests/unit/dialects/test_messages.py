@@ -171,6 +171,7 @@ for _ in range(300):
     DEEP = [DEEP]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("thread", {"thread": {"type": "continue", "previous_message_id": "msg_1"}}),
+    ("compaction", {"compaction": {"type": "summarize"}}),
     ("max_tokens", {"max_tokens": None}),
     ("max_tokens", {"max_tokens": 0}),
     ("messages", {"messages": []}),
@@ -272,6 +273,22 @@ def test_an_error_has_the_protocols_word(exception: Exception, status: int, kind
     error = messages.error(exception)
     body = json.loads(error.body)
     assert (error.status, body["type"], body["error"]["type"]) == (status, "error", kind)
+
+
+def test_a_thread_is_refused_so_that_clients_go_on_without_one() -> None:
+    with pytest.raises(RequestError) as refused:
+        read(thread={"type": "create"})
+    told = messages.error(refused.value)
+    assert (told.status, json.loads(told.body)["error"]["details"]) == (
+        400,
+        {"error_code": "thread_unsupported_request"},
+    )
+
+
+@pytest.mark.parametrize(("kind", "noted"), [("clear_thinking_20251015", False), ("clear_tool_uses_20250919", True)])
+def test_edits_of_the_context_are_noted_where_nobody_makes_them(kind: str, noted: bool) -> None:
+    request = read(context_management={"edits": [{"type": kind, "keep": "all"}]})
+    assert request.notes == (("ignored:context_management",) if noted else ())
 
 
 def test_a_prompt_that_leaves_no_room_says_so_in_anthropics_words() -> None:

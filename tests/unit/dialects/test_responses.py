@@ -57,13 +57,14 @@ def test_fields_of_a_request() -> None:
         session_id="steno_1",
         parallel_tool_calls=False,
         truncation="auto",
+        context_management=[{"type": "compaction", "compact_threshold": 5000}],
         include=["reasoning.encrypted_content", "message.output_text.logprobs", "something.else"],
         text={"verbosity": "low", "format": {"type": "json_schema", "name": "n", "schema": {"type": "array"}}},
     )
     assert request.asked == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 7}
     assert (request.previous, request.session) == ("resp_1", "steno_1")
     assert (request.encrypted, request.logprobs) == (True, True)
-    assert request.notes == ("ignored:parallel_tool_calls", "ignored:truncation")
+    assert request.notes == ("ignored:parallel_tool_calls", "ignored:context_management", "ignored:truncation")
     assert request.grammar == {"type": "array"}
     assert parse(text={"format": {"type": "json_object"}}).grammar == {"type": "object"}
     assert parse(text={"format": {"type": "text"}}).grammar is None

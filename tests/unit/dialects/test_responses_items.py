@@ -119,6 +119,15 @@ def test_a_seal_of_ours_restores_reasoning_that_no_text_shows() -> None:
     assert read(raw, text("a")) == (Message("assistant", "a", "raw"),)
 
 
+def test_tools_that_an_item_adds_are_told_like_the_others() -> None:
+    item = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, {"type": "web_search"}]}
+    request = parse(input=[{"role": "user", "content": "u"}, item], tools=[SHELL])
+    assert [tool.name for tool in request.conversation.tools] == ["shell", "agents__close"]
+    assert request.conversation.messages == (Message("user", "u"),)
+    assert request.callees["agents__close"].namespace == "agents"
+    assert request.notes == ("left_out:web_search",)
+
+
 def test_items_that_nobody_here_can_tell_a_model_of_are_noted() -> None:
     foreign = {"type": "reasoning", "summary": [], "encrypted_content": "Zm9yZWlnbg=="}
     search = {"type": "web_search_call", "id": "ws_1", "status": "completed"}
