@@ -189,6 +189,24 @@ async def exchange(url: str, request: bytes) -> bytes:
     return answer
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+async def test_a_session_that_is_deleted_while_a_body_arrives_is_unknown(path: str) -> None:
+    async with listening([]) as client:
+        session = await client.open()
+        head = f"POST /s/{session.id}{path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session.api_key}\r\n"
+        address, body = urlsplit(client.gateway.url), chat_body("hello")
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(f"{head}expect: 100-continue\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+        async with asyncio.timeout(20):
+            assert b" 100 " in await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.05)  # until the body is waited for
+            await client.json("DELETE", f"/sessions/{session.id}")
+            writer.write(body)
+            assert b" 404 " in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+
 @pytest.mark.parametrize(
     "request_of",
     [

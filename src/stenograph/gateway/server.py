@@ -151,9 +151,14 @@ class Gateway:
         return await self._passthrough.forward(request, path, await bodies.read(request))
 
     def _named(self, request: web.Request, session: Session, named: str | None) -> Session:
-        """The session that a header or the body names, where neither path nor key has chosen one already."""
+        """The session that a header or the body names, where neither path nor key has chosen one already.
+
+        Raises RequestError where it is not there, or no more: it may have been deleted while the body was read.
+        """
+        if session is not self.sessions.untraced:
+            return self.sessions.find(session.id)
         hint = own_session(request.headers.get("x-session-id")) or named
-        return self.sessions.find(hint) if hint is not None and session is self.sessions.untraced else session
+        return session if hint is None else self.sessions.find(hint)
 
     def _check_auxiliary(self, method: str, path: str, session: Session, key: str | None) -> None:
         """Refuse what a session's key may not have passed on; the admin's may everything."""
