@@ -16,6 +16,7 @@ import pytest
 
 from stenograph.engines.base import Chunk, Generate
 from stenograph.engines.scripted import Line, ScriptedEngine
+from stenograph.errors import TraceError
 from stenograph.gateway.calls import Call
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.tree import TurnState
@@ -120,6 +121,33 @@ async def test_a_session_that_cannot_be_sealed_does_not_end_the_expiry_of_others
         for _ in range(3):
             session = client.gateway.sessions.find((await client.open()).id)
             await becomes(lambda session=session: session.state == "sealed")
+
+
+class Unreleased(MemoryTraceStore):
+    """A store that cannot let go at first."""
+
+    failed = False
+
+    def release(self, sessions: Iterable[str]) -> list[str]:
+        if not self.failed:
+            self.failed = True
+            raise OSError("the disk is busy")
+        return super().release(sessions)
+
+
+@pytest.mark.parametrize("num_at_once", [1, 2])
+async def test_a_session_is_released_once_after_any_failure(num_at_once: int) -> None:
+    async with listening([SLOW], store := Unreleased()) as client:
+        session = await client.open()
+        asked = asyncio.create_task(session.ask(chat_body("hello")))
+        await becomes(lambda: len(client.gateway.sessions.find(session.id).tasks) == 1)
+        assert (await client.send("DELETE", f"/sessions/{session.id}"))[0] == 500
+        assert (await asked)[0] == 409
+        deleted = [client.json("DELETE", f"/sessions/{session.id}") for _ in range(num_at_once)]
+        released = [id for answer in await asyncio.gather(*deleted) for id in answer["released"]]
+        assert released == [session.id]
+        with pytest.raises(TraceError):
+            store.get(session.id)
 
 
 # --- the client ----------------------------------------------------------------------------------------------------

@@ -152,7 +152,11 @@ class Sessions:
         await session.settle(0)
         if not session.traced:
             return [session.id]
-        return self.store.release([session.id])
+        try:
+            return self.store.release([session.id])
+        except Exception:
+            self._sessions[session.id] = session  # its owner may try again
+            raise
 
     async def expire(self, timeout_s: float) -> None:
         """Seal the sessions that were idle for longer than their time to live."""
