@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -390,3 +391,13 @@ def test_bad_input_is_one_line_and_exit_2(server: Server, tmp_path: Path) -> Non
         assert named in done.stderr
         assert done.stderr.count("\n") == 1
         assert done.stdout == ""
+
+
+def test_the_model_is_listed_and_found_by_any_name(server: Server) -> None:
+    session = server.open()
+    client = server.client(session)
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id).id == model.id
+    with anthropic.Anthropic(base_url=session["base_url"], api_key=session["api_key"], max_retries=0) as other:
+        assert [listed.id for listed in other.models.list()] == [model.id]
+        assert other.models.retrieve("claude-any").id == "claude-any"

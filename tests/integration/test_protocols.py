@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stenograph.engines.scripted import Line
+from stenograph.engines.scripted import Line, ScriptedEngine
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.types import Reply, ToolCall, Turn
 from support.listening import listening, rendering, say
@@ -168,6 +168,23 @@ async def test_a_body_that_is_no_request_is_a_400(protocol: Protocol) -> None:
             status, _, answer = await session.ask(body, protocol.path)
             assert status == 400
             assert protocol.error(json.loads(answer))
+
+
+async def test_the_largest_body_is_read_and_one_larger_is_refused(protocol: Protocol) -> None:
+    size = 64 * 2**20
+    async with listening(ScriptedEngine([SAYING], context_length=100_000)) as client:
+        session = await client.open()
+        empty = encoded(protocol.ask(""))
+        place = empty.index(b'"content": ""') + len(b'"content": "')
+        largest = empty[:place] + b"word " * ((size - len(empty)) // 5) + empty[place:]
+        largest += b" " * (size - len(largest))
+        status, _, body = await session.ask(largest, protocol.path)
+        told = protocol.error(json.loads(body))
+        assert (status, "100000" in told) == (400, True)
+        status, _, body = await session.ask(largest + b" ", protocol.path)
+        assert (status, "max_body_bytes" in protocol.error(json.loads(body))) == (413, True)
+        status, _, _ = await session.ask(encoded(protocol.ask("hello")), protocol.path)
+        assert status == 200
 
 
 IMAGES = {

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -100,7 +101,9 @@ class Client:
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Status, headers and body of whatever is answered."""
         headers = {"authorization": "Bearer admin", **(headers or {})}
-        async with self._http.request(method, self.gateway.url + path, data=body, headers=headers) as answer:
+        async with self._http.request(
+            method, self.gateway.url + path, data=body and BytesIO(body), headers=headers
+        ) as answer:
             return answer.status, answer.headers, await answer.read()
 
 

@@ -54,8 +54,8 @@ class Output:
         self._show = show
         self._begun_ids = begun_ids
         # Prefill and output are read as one text, so that white space between them survives.
-        self._skip_content = _Skip(begun.content.strip() if begun else "")
-        self._skip_reasoning = _Skip(begun.reasoning.strip() if begun else "")
+        self._skip_content = _Skip(begun.content.lstrip() if begun else "")
+        self._skip_reasoning = _Skip(begun.reasoning.lstrip() if begun else "")
         self._chunks: list[Chunk] = []
         self._content = self._reasoning = ""
         self._finish_reason: FinishReason | None = None
@@ -91,7 +91,10 @@ class Output:
         reply = self._rendering.parse(ids, self._prompt_ids, self._conversation)
         shown = replace(reply, content=self._content, reasoning=self._reasoning)
         whole = self._whole(shown)
-        notes = () if whole == reply else ("parser_disagrees",)
+        # What the agent began may end in white space that the parser takes off where nothing follows.
+        same = replace(whole, content=whole.content.strip()) == reply
+        notes = () if same else ("parser_disagrees",)
+        notes += ("malformed_call",) if reply.num_malformed_calls else ()
         notes += ("malformed_arguments",) if any(not _is_object(call.arguments) for call in reply.tool_calls) else ()
         ended_by: EndedBy = "eos" if self._finish_reason == "stop" else self._finish_reason
         return Finished(whole, shown, self._finish_reason, ended_by, notes)

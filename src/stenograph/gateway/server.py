@@ -8,6 +8,7 @@ import os
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -141,9 +142,10 @@ class Gateway:
             asked = messages.parse_count(body)
             session = self._named(request, session, asked.session)
             return _json(messages.count(await self._turns.count(session, asked.conversation, len(body))))
-        if path == "/v1/models" and method == "GET":
-            model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "stenograph"}
-            return _json({"object": "list", "data": [model]})
+        if method == "GET" and path == "/v1/models":
+            return _json({"object": "list", "data": [_model(self.model_name)], "has_more": False})
+        if method == "GET" and path.startswith("/v1/models/"):  # whatever it is called: that is what answers
+            return _json(_model(path.removeprefix("/v1/models/")))
         self._check_auxiliary(method, path, session, _key(request))
         if self._passthrough is None:
             told = f"{method} {path} is not served: this engine has no server of its own to pass it to"
@@ -204,6 +206,12 @@ def _key(request: web.Request) -> str | None:
     if scheme.lower() == "bearer" and token:
         return token.strip()
     return request.headers.get("x-api-key")
+
+
+def _model(name: str) -> dict[str, Any]:
+    """The model as the clients of every protocol read it."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "stenograph"}
+    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _json(payload: object) -> web.Response:

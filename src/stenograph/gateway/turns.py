@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ import numpy as np
 from stenograph.config import Config
 from stenograph.dialects.base import Answered
 from stenograph.engines.base import Engine, Generate
-from stenograph.errors import EngineError, RequestError, StenographError, TraceError, boundary
+from stenograph.errors import ContextOverflow, EngineError, RequestError, StenographError, TraceError, boundary
 from stenograph.gateway.calls import Call, State
 from stenograph.gateway.output import Aborted, Output, checked
 from stenograph.gateway.sampling import resolve
@@ -53,7 +53,6 @@ class Turns:
         self._sampling = config.sampling
         self._idle_timeout_s = config.gateway.idle_timeout_s
         self._wants_experts = config.engine.experts
-        self.noted: Counter[str] = Counter()  # notes on turns since the start
 
     async def take(self, session: Session, call: Call) -> None:
         """Bring `call` to its commit or to its failure; then nothing of it is recorded but what was sampled in vain."""
@@ -124,8 +123,11 @@ class Turns:
             context_ids, ids = self._render(asked, num_known, recorded, split)
             return context_ids, ids, self.rendering.begin_reply(conversation, ids) if begun is not None else None
 
-        inline = num_bytes <= _RENDER_INLINE_BYTES
-        context_ids, ids, begun_ids = render() if inline else await asyncio.to_thread(render)
+        if num_bytes <= _RENDER_INLINE_BYTES:
+            context_ids, ids, begun_ids = render()
+        else:
+            self._refuse_far_too_long(asked)
+            context_ids, ids, begun_ids = await asyncio.to_thread(render)
         if len(context_ids) == len(ids):
             parent, num_known = None, 0
         num_begun = 0
@@ -133,6 +135,14 @@ class Turns:
             context_ids, ids = np.concatenate([context_ids, begun_ids]), np.concatenate([ids, begun_ids])
             num_begun = len(begun_ids)
         return _Prompt(parent, asked.messages[num_known:], context_ids, ids, asked, begun, num_begun)
+
+    def _refuse_far_too_long(self, asked: Conversation) -> None:
+        """Raise ContextOverflow where no tokenizer could make it fit: finding that out by rendering takes minutes."""
+        limit = self._engine.capabilities.context_length
+        num_chars = sum(len(message.content) for message in asked.messages)
+        fewest = math.ceil(num_chars / self.rendering.longest_token)
+        if fewest > limit:
+            raise ContextOverflow(fewest, limit)
 
     def _render(self, asked: Conversation, num_known: int, recorded: Ids | None, split: int) -> tuple[Ids, Ids]:
         """What comes after `recorded`, and the whole prompt; both are the whole where it cannot be continued."""
@@ -237,7 +247,6 @@ class Turns:
                 started_s=call.received_s,
                 seconds=seconds,
             )
-            self.noted.update(turn.notes)
             turns.append(turn)
             shown = _with_call_ids(finished.shown, name)
             answered.append(Answered(turn, prompt.ids, output.num_reasoning, shown))

@@ -111,9 +111,22 @@ def test_a_prefill_and_the_output_are_one_text(cuts: list[int]) -> None:
         assert (shown, finished.shown.content) == (said, said)
         assert finished.reply.content == "The answer" + said
         assert finished.notes == ()
+    spaced = Message("assistant", "The answer ")
+    conversation = Conversation((*ASKED.messages, spaced), continues=True)
+    begun_ids = RENDERING.begin_reply(conversation, RENDERING.render(ASKED))
+    for text, said in ((" is 5.<|im_end|>", " is 5."), ("<|im_end|>", "")):
+        shown, finished = play(text, cuts, begun=spaced, begun_ids=begun_ids)
+        assert (shown, finished.reply.content, finished.notes) == (said, "The answer " + said, ())
     # A stop string counts from where the model goes on.
+    begun_ids = RENDERING.begin_reply(Conversation((*ASKED.messages, begun)), RENDERING.render(ASKED))
     shown, finished = play(" is 5.<|im_end|>", cuts, begun=begun, begun_ids=begun_ids, stop=("answer", "5"))
     assert (shown, finished.reply.content) == (" is ", "The answer is ")
+
+
+def test_a_call_that_does_not_parse_is_noted() -> None:
+    bad = '<tool_call>\n{"name": "f", "argum\n</tool_call>'
+    shown, finished = play(bad + "<|im_end|>", [])
+    assert (shown, finished.notes) == (bad, ("malformed_call",))
 
 
 @pytest.mark.parametrize(("arguments", "notes"), [('{"a": 1}', ()), ('"{bad"', ("malformed_arguments",))])
