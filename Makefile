@@ -22,8 +22,9 @@ demo: setup
 learn: setup
 	$(BIN)/python examples/arithmetic/learn.py
 
+# A worker per core, a file at a time; more threads than that would only get in each other's way.
 test: setup
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --dist loadfile
 
 test-slow: setup
 	$(BIN)/pytest -m slow
