@@ -47,6 +47,11 @@ class Session:
         if self.state == "sealed":
             raise RequestError(f"session {self.id} is sealed; open another", status=409, retry=False)
 
+    def closed(self) -> RequestError:
+        """What a call is told that its session's end cut short."""
+        told = f"session {self.id} was closed meanwhile" if self.id else "the gateway was stopped meanwhile"
+        return RequestError(told, status=409, retry=False)
+
     def start(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
         """Run a generation as this session's own: it outlives a client that goes away, and ends with the session."""
 
@@ -54,7 +59,7 @@ class Session:
             self.tasks.discard(task)
             self.used_s = time.monotonic()
             if not call.over:  # it was cancelled before it began
-                call.failed(RequestError(f"session {self.id} was closed meanwhile", status=409, retry=False))
+                call.failed(self.closed())
             if call.error is not None:
                 self.forget(call)
 

@@ -70,7 +70,7 @@ class Turns:
             session.count(turns)
             call.committed(answered)
         except asyncio.CancelledError:
-            self._fail(session, call, outputs, _closed(session))
+            self._fail(session, call, outputs, session.closed())
             raise
         except Exception as e:
             self._fail(session, call, outputs, e)
@@ -251,10 +251,6 @@ class Turns:
             shown = _with_call_ids(finished.shown, name)
             answered.append(Answered(turn, prompt.ids, output.num_reasoning, shown))
         return turns, answered
-
-
-def _closed(session: Session) -> RequestError:
-    return RequestError(f"session {session.id} was closed meanwhile", status=409, retry=False)
 
 
 def _seeded(request: Generate, choice: int) -> Generate:
