@@ -19,7 +19,7 @@ _HOPS = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer", "transfer-encoding",
     "upgrade",
 }  # fmt: skip
-_CREDENTIALS = ("authorization", "proxy-authorization", "x-api-key", "cookie")
+_CREDENTIALS = ("authorization", "proxy-authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie")
 _DECODED = {"gzip", "deflate", "br", "zstd"}  # aiohttp's server undoes these before anyone reads the body
 _ANTHROPIC_VERSION = "2023-06-01"
 _CONNECT_TIMEOUT_S = 10.0
