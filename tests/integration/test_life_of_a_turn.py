@@ -290,6 +290,16 @@ async def test_choices_are_siblings_in_one_commit() -> None:
         assert await client.json("GET", f"/sessions/{session.id}/drift") == []
 
 
+async def test_choices_have_seeds_of_their_own_and_say_so() -> None:
+    engine = Counting(FIRST, SECOND)
+    async with listening(engine) as client:
+        session = await client.open()
+        assert (await session.ask(chat_body("hello", n=2, seed=7)))[0] == 200
+        assert sorted(request.sampling.seed or 0 for request in engine.asked) == [7, 8]
+        turns = client.gateway.store.tree(session.id).turns.values()
+        assert [turn.sampling.seed for turn in turns] == [7, 8]
+
+
 async def test_a_choice_that_fails_fails_them_all() -> None:
     script = [say(RENDERING, "one"), say(RENDERING, "two is cut", fault="cut")]
     async with listening(script) as client:

@@ -13,7 +13,7 @@ import orjson
 from stenograph.engines.base import Chunk
 from stenograph.errors import EngineError, EngineUnavailable, boundary
 from stenograph.rendering.base import Delta, Rendering
-from stenograph.types import Conversation, EndedBy, FinishReason, Ids, Message, Reply
+from stenograph.types import Conversation, EndedBy, FinishReason, Ids, Message, Reply, Sampling
 
 
 class Aborted(EngineUnavailable):
@@ -42,7 +42,7 @@ class Output:
         rendering: Rendering,
         prompt_ids: Ids,
         conversation: Conversation,
-        stop: tuple[str, ...],
+        sampling: Sampling,
         show: Callable[[Delta], None],
         begun: Message | None = None,
         begun_ids: Ids | None = None,
@@ -50,12 +50,16 @@ class Output:
         self._rendering = rendering
         self._prompt_ids, self._conversation = prompt_ids, conversation
         self._parser = rendering.stream(prompt_ids, conversation)
-        self._stop = _StopStrings(stop)
+        self.sampling = sampling
+        self._stop = _StopStrings(sampling.stop)
         self._show = show
-        self._begun_ids = begun_ids
-        # Prefill and output are read as one text, so that white space between them survives.
-        self._skip_content = _Skip(begun.content.lstrip() if begun else "")
-        self._skip_reasoning = _Skip(begun.reasoning.lstrip() if begun else "")
+        self._begun, self._begun_ids = begun, begun_ids
+        # Prefill and output are read as one text, so that white space between them survives. What a parser makes of
+        # the prefill need not be the text that it is: there may be markers in it.
+        read = Reply() if begun_ids is None else rendering.parse(begun_ids, prompt_ids, conversation)
+        spelled = begun is not None and read.content == begun.content.strip()
+        self._skip_content = _Skip(begun.content.lstrip() if begun is not None and spelled else read.content)
+        self._skip_reasoning = _Skip(read.reasoning)
         self._chunks: list[Chunk] = []
         self._content = self._reasoning = ""
         self._finish_reason: FinishReason | None = None
@@ -90,14 +94,13 @@ class Output:
         ids = self.ids if self._begun_ids is None else np.concatenate([self._begun_ids, self.ids])
         reply = self._rendering.parse(ids, self._prompt_ids, self._conversation)
         shown = replace(reply, content=self._content, reasoning=self._reasoning)
-        whole = self._whole(shown)
-        # What the agent began may end in white space that the parser takes off where nothing follows.
-        same = replace(whole, content=whole.content.strip()) == reply
+        content, reasoning = self._skip_content.taken + self._content, self._skip_reasoning.taken + self._reasoning
+        same = (content.strip(), reasoning.strip()) == (reply.content, reply.reasoning)
         notes = () if same else ("parser_disagrees",)
         notes += ("malformed_call",) if reply.num_malformed_calls else ()
         notes += ("malformed_arguments",) if any(not _is_object(call.arguments) for call in reply.tool_calls) else ()
         ended_by: EndedBy = "eos" if self._finish_reason == "stop" else self._finish_reason
-        return Finished(whole, shown, self._finish_reason, ended_by, notes)
+        return Finished(self._whole(shown), shown, self._finish_reason, ended_by, notes)
 
     @property
     def stopped_by(self) -> str | None:
@@ -117,8 +120,11 @@ class Output:
         return np.concatenate(parts) if parts else None
 
     def _whole(self, shown: Reply) -> Reply:
-        content, reasoning = self._skip_content.text + shown.content, self._skip_reasoning.text + shown.reasoning
-        return replace(shown, content=content, reasoning=reasoning)
+        """The message as it comes back: with what the agent began, as the agent wrote it."""
+        if self._begun is None:
+            return shown
+        content, reasoning = self._begun.content.lstrip(), self._begun.reasoning
+        return replace(shown, content=content + shown.content, reasoning=reasoning + shown.reasoning)
 
     def _emit(self, delta: Delta) -> None:
         reasoning = self._skip_reasoning.cut(delta.reasoning)
@@ -135,18 +141,20 @@ class Output:
 
 
 class _Skip:
-    """Takes a known beginning off a text that arrives in pieces."""
+    """Takes a known beginning off a text that arrives in pieces, as far as it is there; the rest is the model's."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self._left = len(text)
+        self._left = text
+        self.taken = ""
 
     def cut(self, piece: str) -> str:
         if not self._left:
             return piece
-        cut = min(self._left, len(piece))
-        self._left -= cut
-        return piece[cut:]
+        pairs = zip(self._left, piece, strict=False)
+        same = next((i for i, (known, came) in enumerate(pairs) if known != came), min(len(self._left), len(piece)))
+        self.taken += piece[:same]
+        self._left = self._left[same:] if same == len(piece) else ""
+        return piece[same:]
 
 
 class _StopStrings:

@@ -62,8 +62,8 @@ class Turns:
             prompt, sampling, notes = await self._prepare(session, call)
             outputs += self._outputs(call, prompt, sampling)
             call.advance(State.GENERATING)
-            await self._generate(session, call, prompt, sampling, outputs)
-            turns, answered = self._turns(call, prompt, sampling, notes, outputs, time.monotonic() - clock)
+            await self._generate(session, call, prompt, outputs)
+            turns, answered = self._turns(call, prompt, notes, outputs, time.monotonic() - clock)
             if session.traced:
                 with boundary(TraceError, "record the turn"):
                     self._store.commit(session.id, prompt.parent, *turns)
@@ -167,7 +167,7 @@ class Turns:
                 self.rendering,
                 prompt.ids[:split],
                 prompt.asked,
-                sampling.stop,
+                _seeded(sampling, choice),
                 lambda delta, choice=choice: call.show(choice, delta),
                 prompt.begun,
                 prompt.ids[split:] if prompt.begun is not None else None,
@@ -175,24 +175,25 @@ class Turns:
             for choice in range(call.request.num_choices)
         ]
 
-    async def _generate(
-        self, session: Session, call: Call, prompt: _Prompt, sampling: Sampling, outputs: Sequence[Output]
-    ) -> None:
+    async def _generate(self, session: Session, call: Call, prompt: _Prompt, outputs: Sequence[Output]) -> None:
         """Sample every choice; the first that fails ends the others."""
-        request = Generate(
-            ids=prompt.ids,
-            sampling=sampling,
-            session=session.id,
-            stop_token_ids=self.rendering.stop_token_ids,
-            last_message=call.request.conversation.messages[-1].content,
-            grammar=call.request.grammar,
-        )
+        requests = [
+            Generate(
+                ids=prompt.ids,
+                sampling=output.sampling,
+                session=session.id,
+                stop_token_ids=self.rendering.stop_token_ids,
+                last_message=call.request.conversation.messages[-1].content,
+                grammar=call.request.grammar,
+            )
+            for output in outputs
+        ]
         if len(outputs) == 1:
-            return await self._sample(request, outputs[0])
+            return await self._sample(requests[0], outputs[0])
         try:
             async with asyncio.TaskGroup() as group:
-                for choice, output in enumerate(outputs):
-                    group.create_task(self._sample(_seeded(request, choice), output))
+                for request, output in zip(requests, outputs, strict=True):
+                    group.create_task(self._sample(request, output))
         except* Exception as e:
             raise e.exceptions[0] from None
 
@@ -218,7 +219,6 @@ class Turns:
         self,
         call: Call,
         prompt: _Prompt,
-        sampling: Sampling,
         notes: tuple[str, ...],
         outputs: Sequence[Output],
         seconds: float,
@@ -236,7 +236,7 @@ class Turns:
                 versions=tuple(output.versions),
                 finish_reason=finished.finish_reason,
                 ended_by=finished.ended_by,
-                sampling=sampling,
+                sampling=output.sampling,
                 logprobs_mode=self._engine.capabilities.logprobs_mode,
                 messages=prompt.messages,
                 tools=prompt.asked.tools,
@@ -253,10 +253,9 @@ class Turns:
         return turns, answered
 
 
-def _seeded(request: Generate, choice: int) -> Generate:
+def _seeded(sampling: Sampling, choice: int) -> Sampling:
     """Choices of one request differ, and each is the same again."""
-    seed = request.sampling.seed
-    return request if seed is None else replace(request, sampling=replace(request.sampling, seed=seed + choice))
+    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice)
 
 
 def _with_call_ids(reply: Reply, name: str) -> Reply:

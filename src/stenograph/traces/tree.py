@@ -56,16 +56,15 @@ class TraceTree:
         self.states: dict[str, TurnState] = {}
         self._nodes: dict[str, Node] = {}
         self._digests: dict[str, bytes] = {}  # turn -> digest of its conversation, reply included
-        self._after: dict[bytes, str] = {}  # and back
+        self._after: dict[bytes, list[str]] = {}  # and back: siblings may say the same
 
     def match(self, conversation: Conversation) -> Match | None:
         """Find the deepest turn whose conversation and reply are the first messages of `conversation`."""
         known: Match | None = None
         digest = _tools_digest(conversation.tools)
         for num_known, message in enumerate(conversation.messages):
-            turn = self._after.get(digest)
-            if turn is not None:
-                known = Match(turn, num_known)
+            if digest in self._after:
+                known = Match(self._meant(digest, conversation.messages[num_known - 1]), num_known)
             digest = _extend(digest, message)
         return known
 
@@ -85,7 +84,16 @@ class TraceTree:
             if turn.id in self.turns:
                 raise TraceError(f"turn {turn.id} is recorded already")
         # From here on nothing fails.
+        for turn, digest in reversed(list(zip(turns, digests, strict=True))):
+            self._after.setdefault(digest, []).append(turn.id)
         return [self._hang(turn, parent, digest) for turn, digest in zip(turns, digests, strict=True)]
+
+    def _meant(self, digest: bytes, message: Message) -> str:
+        """Of turns whose replies are equal, the one whose calls' ids came back; else the first choice told last."""
+        turns = self._after[digest]
+        ids = [call.id for call in message.tool_calls]
+        same = (turn for turn in turns if [call.id for call in self.turns[turn].reply.tool_calls] == ids)
+        return next(same, turns[-1]) if ids else turns[-1]
 
     def _hang(self, turn: Turn, parent: str | None, digest: bytes) -> int | None:
         node, shared = self._descend(self._root if parent is None else self._nodes[parent], turn.context_ids)
@@ -98,7 +106,6 @@ class TraceTree:
         self.parents[turn.id] = parent
         self.states[turn.id] = "committed"
         self._digests[turn.id] = digest
-        self._after[digest] = turn.id  # of several equal replies, the one that a client heard last
         return fork
 
     def path_ids(self, turn: str) -> Ids:

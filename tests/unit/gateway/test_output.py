@@ -15,7 +15,7 @@ from stenograph.engines.base import Chunk
 from stenograph.errors import EngineError, EngineUnavailable
 from stenograph.gateway.output import Output, checked
 from stenograph.rendering.base import Delta
-from stenograph.types import Conversation, FinishReason, Message
+from stenograph.types import Conversation, FinishReason, Message, Sampling
 from support.listening import rendering
 
 RENDERING = rendering()
@@ -75,7 +75,8 @@ def play(text: str, cuts: list[int], **options: Any) -> tuple[str, Any]:
     """Feed `text` in pieces; what was shown, and how it ended."""
     shown: list[Delta] = []
     prompt = RENDERING.render(ASKED)
-    output = Output(RENDERING, prompt, ASKED, options.pop("stop", ()), shown.append, **options)
+    sampling = Sampling(stop=options.pop("stop", ()))
+    output = Output(RENDERING, prompt, ASKED, sampling, shown.append, **options)
     ids = RENDERING.encode_text(text)
     marks = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
     for start, end in pairwise(marks):
@@ -121,6 +122,34 @@ def test_a_prefill_and_the_output_are_one_text(cuts: list[int]) -> None:
     begun_ids = RENDERING.begin_reply(Conversation((*ASKED.messages, begun)), RENDERING.render(ASKED))
     shown, finished = play(" is 5.<|im_end|>", cuts, begun=begun, begun_ids=begun_ids, stop=("answer", "5"))
     assert (shown, finished.reply.content) == (" is ", "The answer is ")
+
+
+MARKED = "<think>\nplan it\n</think>\n\nThe answer is 42, of course.<|im_end|>"
+
+
+@given(st.integers(0, len(MARKED) - 10), CUTS)
+def test_nothing_of_the_models_own_is_taken_for_what_was_begun(at: int, cuts: list[int]) -> None:
+    """What is begun may hold the family's own markers: then it is read as something else than the text that it is."""
+    begun = Message("assistant", MARKED[:at].rstrip())
+    rest = MARKED[len(begun.content) :]
+    begun_ids = RENDERING.encode_text(begun.content)
+    prompt = RENDERING.render(ASKED)
+    ids = RENDERING.encode_text(rest)
+    read = RENDERING.parse(begun_ids, prompt, ASKED)
+    said = RENDERING.parse(np.concatenate([begun_ids, ids]), prompt, ASKED)
+    shown, finished = play(rest, cuts, begun=begun, begun_ids=begun_ids)
+    assert said.content.startswith(read.content)
+    assert shown == finished.shown.content == said.content[len(read.content) :]
+    assert finished.shown.reasoning == said.reasoning[len(read.reasoning) :]
+    assert finished.reply.content == begun.content + shown
+    assert finished.notes == ()
+
+
+def test_a_call_that_was_begun_is_no_text_to_take_off() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    begun = Message("assistant", text[:25])
+    shown, finished = play(text[25:] + "<|im_end|>", [], begun=begun, begun_ids=RENDERING.encode_text(text[:25]))
+    assert (shown, [call.name for call in finished.shown.tool_calls], finished.notes) == ("", ["f"], ())
 
 
 def test_a_call_that_does_not_parse_is_noted() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from stenograph.errors import TraceError
 from stenograph.traces.tree import TraceTree
-from stenograph.types import Message, Tool
+from stenograph.types import Conversation, Message, Reply, Tool, ToolCall
 from support.turns import asking, make_turn, user
 
 
@@ -62,8 +64,6 @@ def test_other_tools_are_another_conversation() -> None:
 
 
 def test_ids_and_spelling_of_calls_do_not_part_conversations() -> None:
-    from stenograph.types import Conversation, Reply, ToolCall
-
     tree = TraceTree()
     turn = make_turn([1], [2], asked=[user("a")])
     object.__setattr__(turn, "reply", Reply("", "", (ToolCall("call_1", "f", "{}"),)))
@@ -74,6 +74,24 @@ def test_ids_and_spelling_of_calls_do_not_part_conversations() -> None:
     assert tree.match(Conversation((user("a"), respelled, Message("tool", "x")))) is not None
     changed = Message("assistant", tool_calls=(ToolCall("call_1", "f", '{"a": 1}'),))
     assert tree.match(Conversation((user("a"), changed, Message("tool", "x")))) is None
+
+
+def test_of_equal_replies_the_one_whose_calls_came_back_is_meant() -> None:
+    tree = TraceTree()
+    choices = []
+    for n in range(3):
+        turn = make_turn([1], [2], asked=[user("a")])
+        choices.append(replace(turn, reply=Reply("", "", (ToolCall(f"call_{n}", "f", "{}"),))))
+    tree.add_siblings(choices, None)
+    result = Message("tool", "x")
+    for choice in choices:
+        match = tree.match(Conversation((user("a"), choice.reply.message(), result)))
+        assert match is not None
+        assert match.turn == choice.id
+    unknown = Message("assistant", tool_calls=(ToolCall("theirs", "f", "{}"),))
+    match = tree.match(Conversation((user("a"), unknown, result)))
+    assert match is not None
+    assert match.turn == choices[0].id  # what clients take where they do not choose
 
 
 def test_a_fork_cuts_context_and_never_an_output() -> None:
