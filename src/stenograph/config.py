@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from stenograph.errors import ConfigError
@@ -16,6 +17,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s]\S*$"), AfterValidator(lambda url: url.rstrip("/"))]
 
 
 class Section(BaseModel):
@@ -39,7 +41,7 @@ class EngineConfig(Section):
     """Where tokens are sampled."""
 
     kind: Literal["local", "scripted", "vllm"] = "local"
-    url: Annotated[str, Field(pattern=r"^https?://.")] | None = None  # kind = "vllm": the address of its server
+    url: Url | None = None  # kind = "vllm": the address of its server
     logprobs_mode: LogprobsMode = "raw"  # kind = "vllm": as its server was started (--logprobs-mode)
     script: Path | None = None  # kind = "scripted": JSONL, one assistant turn a line
     weights: Literal["shared", "copy"] = "shared"  # shared: the trained module itself, paused while it trains
@@ -60,7 +62,7 @@ class GatewayConfig(Section):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    public_url: str | None = None
+    public_url: Url | None = None  # where agents reach it; default: the address that it listens on
     max_body_bytes: PositiveInt = 64 * 2**20
     passthrough: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
     require_keys: bool = True
@@ -72,6 +74,22 @@ class GatewayConfig(Section):
     keep_alive_s: Positive = 15.0  # between comments in a stream that has nothing to say
     on_disconnect: Literal["commit", "abort"] = "commit"  # what becomes of a turn whose client goes away
     disconnect_timeout_s: Positive = 600.0  # commit: how long it may go on
+
+    @model_validator(mode="after")
+    def _trusted(self) -> GatewayConfig:
+        if not self.require_keys and not _is_loopback(self.host):
+            raise ValueError(
+                f"require_keys = false lets anyone in, so it needs to listen on a loopback host, got {self.host!r}; "
+                'set gateway.host = "127.0.0.1", or keep the keys'
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class SamplingValues(Section):

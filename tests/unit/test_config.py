@@ -118,6 +118,8 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, told: str) -> None:
     ("sections", "told"),
     [
         ({"engine": {"kind": "scripted"}}, r'engine\.kind = "scripted" needs engine\.script'),
+        ({"engine": {"kind": "vllm"}}, r'engine\.kind = "vllm" needs engine\.url'),
+        ({"gateway": {"require_keys": 0, "host": "0.0.0.0"}}, r"require_keys = false .*; .* or keep the keys"),
         ({"rollouts": {"max_staleness": 1}}, r"max_staleness = 0 or engine\.weights = \"copy\""),
         ({"engine": {"dtype": "bfloat16"}}, r"engine\.dtype differs from model\.dtype"),
         ({"evaluation": {"every": 2}}, r"evaluation\.every needs \[evaluation\.tasks\]"),
@@ -144,6 +146,29 @@ def test_settings_that_do_not_go_together(sections: dict[str, dict[str, object]]
 )
 def test_settings_that_do(overrides: list[str]) -> None:
     load_config(None, overrides)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "10.0.0.1", "example.com", "127.example.com", "128.0.0.1"])
+def test_keys_are_required_where_others_can_reach(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^gateway: require_keys = false .* a loopback host"):
+        load_config(None, ["gateway.require_keys=false", f'gateway.host="{host}"'])
+    load_config(None, [f'gateway.host="{host}"'])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost", "LocalHost"])
+def test_a_loopback_host_may_do_without_keys(host: str) -> None:
+    assert not load_config(None, ["gateway.require_keys=false", f'gateway.host="{host}"']).gateway.require_keys
+
+
+@pytest.mark.parametrize("url", ["gateway:8000", "ftp://gateway", "http://", "https:///", "http://a b", ""])
+def test_a_public_url_is_one(url: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^gateway\.public_url: .*, got '{re.escape(url)}'"):
+        load_config(None, [f'gateway.public_url="{url}"'])
+
+
+def test_paths_can_be_put_behind_a_public_url() -> None:
+    for url in ("https://gateway.example/steno", "https://gateway.example/steno/", "https://gateway.example/steno//"):
+        assert load_config(None, [f"gateway.public_url={url}"]).gateway.public_url == "https://gateway.example/steno"
 
 
 @pytest.mark.parametrize("override", ["training.lr", "=1", " =1", "nonsense"])
