@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Any, cast
 
 import aiohttp
@@ -357,11 +360,15 @@ def _message(body: bytes) -> str:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Retry-After in seconds; its other form, a date, is left to the client's own pace."""
+    """Retry-After in seconds from now, whether it counts them or gives a date; None where it does neither."""
     try:
         seconds = float(text or "")
     except ValueError:
-        return None
+        try:
+            date = parsedate_to_datetime(text or "")
+        except (ValueError, OverflowError):
+            return None
+        return max(0.0, (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - time.time())
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 

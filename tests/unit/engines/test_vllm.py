@@ -6,6 +6,8 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from itertools import pairwise
 from typing import Any
 
@@ -289,7 +291,9 @@ async def test_an_error_in_the_stream_has_the_status_it_would_have_had(engine: V
         (422, {}, {"detail": [{"msg": "x"}]}, (EngineError, 422, None, '422: [{"msg":"x"}]')),
         (429, {"retry-after": "7"}, {"error": "busy"}, (EngineError, 429, 7.0, "429: busy")),
         (503, {"retry-after": "1.5"}, "", (EngineUnavailable, 503, 1.5, "503: nothing")),
-        (503, {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, "x", (EngineUnavailable, 503, None, "503: x")),
+        (503, {"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, "x", (EngineUnavailable, 503, 0.0, "503: x")),
+        (503, {"retry-after": "soon"}, "x", (EngineUnavailable, 503, None, "503: x")),
+        (503, {"retry-after": "Wed, 99 Oct 2015 07:28:00 GMT"}, "x", (EngineUnavailable, 503, None, "503: x")),
         (429, {"retry-after": "inf"}, "x", (EngineError, 429, None, "429: x")),
         (500, {}, "<html>oh</html>", (EngineError, 500, None, "500: <html>oh</html>")),
         (502, {}, "", (EngineError, 502, None, "502: nothing")),
@@ -305,6 +309,14 @@ async def test_a_status_keeps_its_meaning(
     assert (type(error), error.status, error.retry_after_s) == expected[:3]
     assert str(error) == "the engine answered " + expected[3]
     assert joined(await read(engine))[0] == [4]
+
+
+async def test_a_time_to_try_again_may_be_a_date(engine: VllmEngine, server: FakeVllm) -> None:
+    headers = {"retry-after": format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True)}
+    server.play({"ids": [], "fault": "status", "status": 503, "headers": headers})
+    retry_after_s = (await refused(engine)).retry_after_s
+    assert retry_after_s is not None
+    assert 80_000 < retry_after_s <= 86_400
 
 
 async def test_a_long_error_is_cut(engine: VllmEngine, server: FakeVllm) -> None:
