@@ -272,6 +272,18 @@ async def test_a_stop_sequence_is_named_and_its_text_kept_back() -> None:
         assert turn["finish_reason"] == "stop"
 
 
+async def test_a_stop_string_and_a_seed_hold_in_each_protocol(protocol: Protocol) -> None:
+    store = MemoryTraceStore()
+    async with listening([say(RENDERING, "one END two")], store) as client:
+        session = await client.open()
+        stop = "stop_sequences" if protocol.path == "/v1/messages" else "stop"
+        body = encoded(protocol.ask("count", **{stop: ["END"]}, seed=7, stream=True))
+        _, _, raw = await session.ask(body, protocol.path)
+        assert said(raw) == "one "
+        (turn,) = store.tree(session.id).turns.values()
+        assert (turn.stopped_by, turn.ended_by, turn.sampling.stop, turn.sampling.seed) == ("END", "stop", ("END",), 7)
+
+
 async def test_a_call_spelled_anew_by_the_protocol_goes_on_with_its_branch() -> None:
     async with listening([CALLING, SAYING]) as client:
         session = await client.open()

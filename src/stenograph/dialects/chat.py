@@ -10,6 +10,7 @@ import orjson
 
 from stenograph.dialects.base import Answered, Decode, Failure, HttpError, Request, Writer, failure, own_session
 from stenograph.dialects.fields import Fields, invalid, read_body, shown, typed
+from stenograph.dialects.sampling import ignored, read_sampling, refuse_constraints
 from stenograph.types import Conversation, Message, Reply, Role, Tool, ToolCall, Turn
 
 _DONE = b"data: [DONE]\n\n"
@@ -46,7 +47,7 @@ def parse_request(body: bytes) -> ChatRequest:
         raise invalid("continue_final_message", f"needs an assistant's last message, got a {messages[-1].role}'s")
     return ChatRequest(
         conversation=Conversation(messages, _tools(fields), continues),
-        asked=_asked(fields),
+        asked=read_sampling(fields, stop="stop", max_tokens=("max_completion_tokens", "max_tokens")),
         model=fields.text("model") or "",
         stream=fields.flag("stream"),
         num_choices=num_choices,
@@ -57,22 +58,6 @@ def parse_request(body: bytes) -> ChatRequest:
         logprobs=fields.flag("logprobs"),
         token_ids=fields.flag("return_token_ids"),
     )
-
-
-def _asked(fields: Fields) -> dict[str, Any]:
-    asked = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 1e-9, 1),
-        "top_k": max(fields.integer("top_k", -1) or 0, 0) if fields.values.get("top_k") is not None else None,
-        "min_p": fields.number("min_p", 0, 1),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "repetition_penalty": fields.number("repetition_penalty", 1e-9, 100),
-        "max_tokens": fields.integer("max_completion_tokens", 1) or fields.integer("max_tokens", 1),
-        "seed": fields.get("seed", int, "an integer"),
-        "stop": fields.texts("stop") or None,
-    }
-    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _grammar(fields: Fields) -> Mapping[str, Any] | None:
@@ -92,25 +77,22 @@ def _grammar(fields: Fields) -> Mapping[str, Any] | None:
             raise invalid("response_format.type", told)
 
 
-_CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
-_IGNORED = ("logit_bias", "chat_template_kwargs", "min_tokens", "stop_token_ids", "bad_words", "ignore_eos")
-
-
 def _refuse(fields: Fields) -> None:
     """What would change the answer and is not done here."""
     if fields.values.get("functions"):
         raise invalid("functions", "are not read here; give them as tools")
     if "audio" in fields.texts("modalities"):
         raise invalid("modalities", "must be text alone; audio is not supported")
-    for name in _CONSTRAINTS:
-        if fields.values.get(name) is not None:
-            raise invalid(name, "is not read here; give a JSON schema as response_format")
+    refuse_constraints(fields, "response_format")
 
 
 def _ignored(fields: Fields) -> tuple[str, ...]:
     """What was asked and cannot be done, though nothing breaks by it."""
     notes = ["ignored:parallel_tool_calls"] if fields.values.get("parallel_tool_calls") is False else []
-    notes += [f"ignored:{name}" for name in _IGNORED if fields.values.get(name)]
+    notes += ignored(fields, "reasoning_effort", "reasoning.effort", "verbosity")
+    match fields.values.get("thinking"):
+        case {"type": "disabled"}:  # as some clients ask it; how much a model thinks is its own
+            notes.append("ignored:thinking")
     notes += ["left_out:web_search"] if fields.values.get("web_search_options") is not None else []
     return tuple(notes)
 

@@ -16,6 +16,7 @@ from stenograph.dialects.base import Answered, Decode, HttpError, Kind, Request,
 from stenograph.dialects.fields import Fields, invalid, read_body, shown
 from stenograph.dialects.messages_blocks import read_messages, read_tools, tool_input, tool_use
 from stenograph.dialects.minted import seal
+from stenograph.dialects.sampling import ignored, read_sampling, refuse_choices, refuse_constraints
 from stenograph.errors import RequestError
 from stenograph.types import Conversation
 
@@ -59,11 +60,12 @@ def _request(fields: Fields) -> MessagesRequest:
         (edit.text("type") or "").startswith("clear_thinking_") for edit in edits
     ):  # what is kept of it is the run's choice
         notes.append("ignored:context_management")
+    notes += _ignored(fields)
     tools = read_tools(fields, notes) if _may_call(fields, notes) else ()
     messages, continues = read_messages(fields, notes)
     return MessagesRequest(
         conversation=Conversation(messages, tools, continues),
-        asked=_asked(fields),
+        asked=read_sampling(fields, stop="stop_sequences", max_tokens=("max_tokens",)),
         model=fields.text("model") or "",
         stream=fields.flag("stream"),
         grammar=_grammar(fields),
@@ -80,18 +82,15 @@ def _refuse(fields: Fields) -> None:
         raise RequestError(told, code="thread_unsupported_request", param="thread")  # clients go on without one
     if fields.values.get("compaction") is not None:
         raise invalid("compaction", "is not done here; ask for a summary in a message")
+    refuse_choices(fields)
+    refuse_constraints(fields, "output_config.format")
 
 
-def _asked(fields: Fields) -> dict[str, Any]:
-    top_k = fields.integer("top_k", -1)
-    asked = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 1e-9, 1),
-        "top_k": None if top_k is None else max(top_k, 0),
-        "max_tokens": fields.integer("max_tokens", 1),
-        "stop": fields.texts("stop_sequences") or None,
-    }
-    return {name: value for name, value in asked.items() if value is not None}
+def _ignored(fields: Fields) -> list[str]:
+    """What was asked and cannot be done, though nothing breaks by it: how much a model thinks is its own."""
+    when = fields.object("thinking").values.get("type")
+    notes = ["ignored:thinking"] if when not in (None, "enabled", "adaptive") else []
+    return notes + ignored(fields, "thinking.budget_tokens", "output_config.effort", "output_config.task_budget")
 
 
 def _grammar(fields: Fields) -> Mapping[str, Any] | None:

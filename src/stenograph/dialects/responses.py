@@ -22,6 +22,7 @@ from stenograph.dialects.responses_items import (
     summary_part,
     text_part,
 )
+from stenograph.dialects.sampling import ignored, read_sampling, refuse_choices, refuse_constraints
 from stenograph.types import Conversation, Message, ToolCall
 
 
@@ -59,7 +60,7 @@ def parse_request(body: bytes) -> ResponsesRequest:
     include = fields.texts("include")
     return ResponsesRequest(
         conversation=Conversation((*begin, *said), tools, continues),
-        asked=_asked(fields),
+        asked=read_sampling(fields, stop="stop", max_tokens=("max_output_tokens",)),
         model=fields.text("model") or "",
         stream=fields.flag("stream"),
         grammar=_grammar(fields),
@@ -86,15 +87,8 @@ def _refuse(fields: Fields) -> None:
         raise invalid("conversation", "is not kept here; send the items, or use previous_response_id")
     if fields.values.get("prompt") is not None:
         raise invalid("prompt", "names a template, and none are kept here; send its text as instructions and input")
-
-
-def _asked(fields: Fields) -> dict[str, Any]:
-    asked = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 1e-9, 1),
-        "max_tokens": fields.integer("max_output_tokens", 1),
-    }
-    return {name: value for name, value in asked.items() if value is not None}
+    refuse_choices(fields)
+    refuse_constraints(fields, "text.format")
 
 
 def _grammar(fields: Fields) -> Mapping[str, Any] | None:
@@ -116,7 +110,7 @@ def _grammar(fields: Fields) -> Mapping[str, Any] | None:
 def _ignored(fields: Fields) -> list[str]:
     """What was asked and cannot be done, though nothing breaks by it."""
     notes = ["ignored:parallel_tool_calls"] if fields.values.get("parallel_tool_calls") is False else []
-    notes += ["ignored:context_management"] if fields.values.get("context_management") else []
+    notes += ignored(fields, "context_management", "max_tool_calls", "reasoning.effort", "text.verbosity")
     return notes + (["ignored:truncation"] if fields.values.get("truncation") == "auto" else [])
 
 

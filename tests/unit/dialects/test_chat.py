@@ -123,6 +123,13 @@ def test_what_breaks_nothing_is_noted() -> None:
     assert read(**ignored, functions=[], function_call=None, modalities=["text"]).notes == notes
 
 
+def test_effort_that_is_not_made_is_noted() -> None:
+    assert read(reasoning_effort="high", verbosity="low").notes == ("ignored:reasoning_effort", "ignored:verbosity")
+    assert read(reasoning={"effort": "high"}).notes == ("ignored:reasoning.effort",)
+    assert read(thinking={"type": "disabled"}).notes == ("ignored:thinking",)
+    assert read(reasoning_effort=None, verbosity=None, thinking={"type": "enabled"}, reasoning="x").notes == ()
+
+
 def test_a_refusal_is_what_an_assistant_said() -> None:
     said = [{"role": "assistant", "content": None, "refusal": "No.", "function_call": None}]
     assert read(messages=said).conversation.messages[0].content == "No."

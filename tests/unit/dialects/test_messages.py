@@ -137,7 +137,7 @@ def test_a_last_assistant_message_is_gone_on_with() -> None:
 def test_sampling_format_and_session() -> None:
     schema = {"type": "object"}
     wanted = {"type": "json_schema", "schema": schema}
-    values = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop_sequences": ["END"]}
+    values = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 3, "stop_sequences": ["END"]}
     request = read(
         **values,
         model="m",
@@ -148,7 +148,8 @@ def test_sampling_format_and_session() -> None:
         metadata={"user_id": "u"},
         thinking={"type": "adaptive", "display": "omitted"},
     )
-    assert request.asked == {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop": ("END",), "max_tokens": 9}
+    asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 3, "stop": ("END",), "max_tokens": 9}
+    assert request.asked == asked
     assert (request.model, request.stream, request.session, request.grammar) == ("m", True, "steno_x", schema)
     assert request.hide_thinking
     assert not read(thinking={"type": "enabled", "budget_tokens": 2000}).hide_thinking
@@ -204,7 +205,15 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"temperature": 3}),
     ("stop_sequences", {"stop_sequences": [""]}),
     ("thinking", {"thinking": "much"}),
+    ("n", {"n": 2}),
+    ("seed", {"seed": "x"}),
+    ("guided_json", {"guided_json": {"type": "object"}}),
 ]
+
+
+def test_a_limit_of_nothing_is_refused_by_its_bounds() -> None:
+    with pytest.raises(RequestError, match=r"^max_tokens: must be between 1 and 2147483647, got 0$"):
+        read(max_tokens=0)
 
 
 @pytest.mark.parametrize(("path", "fields"), REFUSED, ids=[f"{i}-{path}" for i, (path, _) in enumerate(REFUSED)])
@@ -233,6 +242,7 @@ FIELDS = ("text", "thinking", "signature", "data", "id", "name", "input", "tool_
 BLOCKS = st.lists(objects(type=KINDS | VALUES, **dict.fromkeys(FIELDS, VALUES)) | VALUES, max_size=3) | VALUES
 SAID = objects(role=st.sampled_from(["user", "assistant", "system"]) | VALUES, content=BLOCKS)
 TOP = ("model", "stream", "tool_choice", "temperature", "top_p", "top_k", "stop_sequences", "session_id", "thinking")
+TOP += ("seed", "n")
 BODIES = objects(
     max_tokens=st.just(9) | VALUES,
     messages=st.just([USER]) | st.lists(SAID, max_size=3) | VALUES,
@@ -289,6 +299,22 @@ def test_a_thread_is_refused_so_that_clients_go_on_without_one() -> None:
 def test_edits_of_the_context_are_noted_where_nobody_makes_them(kind: str, noted: bool) -> None:
     request = read(context_management={"edits": [{"type": kind, "keep": "all"}]})
     assert request.notes == (("ignored:context_management",) if noted else ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "notes"),
+    [
+        ({"thinking": {"type": "disabled"}}, ["ignored:thinking"]),
+        ({"thinking": {"type": "between_tools"}}, ["ignored:thinking"]),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, ["ignored:thinking.budget_tokens"]),
+        ({"thinking": {"type": "adaptive"}}, []),
+        ({"output_config": {"effort": "high"}}, ["ignored:output_config.effort"]),
+        ({"output_config": {"effort": None}}, []),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, ["ignored:output_config.task_budget"]),
+    ],
+)
+def test_effort_that_is_not_made_is_noted(fields: dict[str, Any], notes: list[str]) -> None:
+    assert read(**fields).notes == tuple(notes)
 
 
 def test_a_prompt_that_leaves_no_room_says_so_in_anthropics_words() -> None:

@@ -52,7 +52,14 @@ def test_fields_of_a_request() -> None:
         temperature=0.5,
         top_p=0.9,
         max_output_tokens=7,
-        stop="ignored",
+        stop="END",
+        seed=3,
+        top_k=-1,
+        min_p=0.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.1,
+        n=1,
         previous_response_id="resp_1",
         session_id="steno_1",
         parallel_tool_calls=False,
@@ -61,13 +68,22 @@ def test_fields_of_a_request() -> None:
         include=["reasoning.encrypted_content", "message.output_text.logprobs", "something.else"],
         text={"verbosity": "low", "format": {"type": "json_schema", "name": "n", "schema": {"type": "array"}}},
     )
-    assert request.asked == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 7}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1}
+    values = {"temperature": 0.5, "top_p": 0.9, "top_k": 0, "min_p": 0.1, "max_tokens": 7, "seed": 3, "stop": ("END",)}
+    assert request.asked == values | penalties
     assert (request.previous, request.session) == ("resp_1", "steno_1")
     assert (request.encrypted, request.logprobs) == (True, True)
-    assert request.notes == ("ignored:parallel_tool_calls", "ignored:context_management", "ignored:truncation")
+    ignored = ("parallel_tool_calls", "context_management", "text.verbosity", "truncation")
+    assert request.notes == tuple(f"ignored:{name}" for name in ignored)
     assert request.grammar == {"type": "array"}
     assert parse(text={"format": {"type": "json_object"}}).grammar == {"type": "object"}
     assert parse(text={"format": {"type": "text"}}).grammar is None
+
+
+def test_effort_that_is_not_made_is_noted() -> None:
+    request = parse(reasoning={"effort": "high", "summary": "auto"}, max_tool_calls=3, logit_bias={"5": 1})
+    assert request.notes == ("ignored:logit_bias", "ignored:max_tool_calls", "ignored:reasoning.effort")
+    assert parse(reasoning={"effort": None, "summary": "auto"}, max_tool_calls=None, text={}).notes == ()
 
 
 SAID = {"role": "assistant", "content": "a"}
@@ -96,6 +112,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "tool_choice": {"tool_choice": {"type": "function", "name": "f"}},
     "tool_choice.tools": {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 5}},
     "input[0].type": {"input": [{"type": "computer_call_output", "call_id": "c", "output": {}}]},
+    "n": {"n": 2},
+    "stop": {"stop": [""]},
+    "seed": {"seed": "x"},
+    "min_p": {"min_p": 2},
+    "guided_json": {"guided_json": {"type": "object"}},
     "top_logprobs": {"top_logprobs": 2},
     "conversation": {"conversation": "conv_1"},
     "background": {"background": True},
@@ -169,7 +190,17 @@ FUZZED_TOOLS = objects(
 )
 FIELDS = ("instructions", "temperature", "top_p", "max_output_tokens", "top_logprobs", "stream", "store", "include")
 FIELDS += ("previous_response_id", "conversation", "background", "prompt", "truncation", "metadata", "reasoning")
-FIELDS += ("session_id", "model", "continue_final_message", "parallel_tool_calls")
+FIELDS += (
+    "stop",
+    "seed",
+    "n",
+    "top_k",
+    "max_tool_calls",
+    "session_id",
+    "model",
+    "continue_final_message",
+    "parallel_tool_calls",
+)
 BODIES = objects(
     input=st.just("x") | st.lists(ITEMS, max_size=4) | VALUES,
     tools=st.lists(FUZZED_TOOLS, max_size=2) | VALUES,
