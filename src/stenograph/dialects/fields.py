@@ -12,6 +12,7 @@ import orjson
 from stenograph.errors import RequestError
 
 _MAX_INTEGER = 2**31 - 1  # what every engine's tensors hold
+_MAX_SCHEMA_DEPTH = 128  # JSON is written to 254 levels; a record, an export and a template put a few around it
 
 
 def read_body(body: bytes) -> Fields:
@@ -73,12 +74,10 @@ class Fields:
         return tuple(texts)
 
     def schema(self, name: str) -> Mapping[str, Any] | None:
-        """A JSON schema that can be written out again."""
+        """A JSON schema that can be written out again, also inside of other JSON."""
         schema = self.get(name, dict, "a JSON schema")
-        try:
-            orjson.dumps(schema)
-        except orjson.JSONEncodeError as e:
-            raise invalid(self.path + name, "must be a JSON schema, this is nested too deeply") from e
+        if is_deeper(schema, _MAX_SCHEMA_DEPTH):
+            raise invalid(self.path + name, f"must be a JSON schema of at most {_MAX_SCHEMA_DEPTH} levels; flatten it")
         return schema
 
     def name(self, name: str) -> str:
@@ -98,6 +97,12 @@ def typed(value: Any, kind: type | tuple[type, ...], path: str, expected: str) -
 def invalid(path: str, what: str) -> RequestError:
     path = path.removesuffix(".")
     return RequestError(f"{path}: {what}", param=path)
+
+
+def is_deeper(value: object, levels: int) -> bool:
+    """Whether objects and lists in `value` stand in more than `levels` of each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (levels == 0 or any(is_deeper(one, levels - 1) for one in inner))
 
 
 def shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import orjson
 
-from stenograph.dialects.fields import Fields, invalid, shown, typed
+from stenograph.dialects.fields import Fields, invalid, is_deeper, shown, typed
 from stenograph.dialects.minted import unseal
 from stenograph.errors import RequestError
 from stenograph.types import Message, Tool, ToolCall
@@ -191,11 +191,5 @@ def tool_input(arguments: str) -> str:
     except orjson.JSONDecodeError:
         value = None
     # An object that looks like the stand-in is told in one, so that it is not taken for it when it comes back.
-    told_as_it_is = isinstance(value, dict) and not _stands_in(value) and not _is_deeper(value, _MAX_DEPTH)
+    told_as_it_is = isinstance(value, dict) and not _stands_in(value) and not is_deeper(value, _MAX_DEPTH)
     return arguments if told_as_it_is else orjson.dumps({_RAW: arguments}).decode()
-
-
-def _is_deeper(value: object, levels: int) -> bool:
-    """Whether objects and lists in `value` stand in more than `levels` of each other."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return inner is not None and (levels == 0 or any(_is_deeper(one, levels - 1) for one in inner))
