@@ -1,7 +1,9 @@
 """A stand-in for vLLM's server, in a process of its own: its addresses, its JSON, its ways to fail; a script, no model.
 
-Run it with `--script FILE`; it prints {"url"} when it listens. FILE is JSONL, one answer a line, in the order of the
-requests; past the end: 500. All fields but `ids` are optional:
+Run it with `--script FILE`; it prints {"url"} when it listens. It tokenizes as the built-in tokenizer does. `--version`
+makes it another vLLM, `--api-key` guards it as it guards vLLM, and `--without PATH` takes an address away.
+
+FILE is JSONL, one answer a line, in the order of the requests; past the end: 500. All fields but `ids` are optional:
 
     ids             the sampled ids; cut at the request's max_tokens, which makes the finish "length"
     logprobs        one per id (NaN and null are sent as they stand)
@@ -41,11 +43,14 @@ from typing import Any
 from aiohttp import web
 
 Line = dict[str, Any]
+PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+BYTES = (*PRINTABLE, *sorted(set(range(0x100)) - set(PRINTABLE)))  # by id: as byte-level tokenizers order them
 
 
 class Server:
-    def __init__(self, lines: list[Line], model: str, max_model_len: int) -> None:
-        self.model, self.max_model_len = model, max_model_len
+    def __init__(self, lines: list[Line], options: argparse.Namespace) -> None:
+        self.model, self.max_model_len, self.version = options.model, options.max_model_len, options.version
+        self.api_key, self.without = options.api_key, options.without
         self.play(lines, loop=False)
 
     def play(self, lines: list[Line], *, loop: bool) -> None:
@@ -62,7 +67,7 @@ class Server:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_post("/tokenize", self.tokenize)
-        app.router.add_get("/version", lambda _: self.said({"version": "0.11.0"}))
+        app.router.add_get("/version", lambda _: self.said({"version": self.version}))
         app.router.add_post("/v1/load_lora_adapter", lambda _: self.said({"status": "loaded"}))
         app.router.add_get("/health", self.health)
         app.router.add_post("/pause", self.pause)
@@ -84,12 +89,20 @@ class Server:
         self.seen.append(entry)
         entry["end"] = "open"
         try:
-            answer = await handler(request)
+            answer = self.barred(request) or await handler(request)
         except BaseException:  # cancelled: the client went away
             entry["end"] = "left"
             raise
         entry["end"] = "answered"
         return answer
+
+    def barred(self, request: web.Request) -> web.Response | None:
+        if request.path in self.without:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        guarded = self.api_key is not None and request.path.startswith("/v1")
+        if guarded and request.headers.get("authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return None
 
     async def said(self, body: Any, status: int = 200) -> web.Response:
         return web.json_response(body, status=status)
@@ -101,7 +114,10 @@ class Server:
         return await self.said({"object": "list", "data": [adapter, base]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        tokens = list((await request.json())["prompt"].encode())
+        body = await request.json()
+        if wrong := self.wrong_model(body):
+            return await self.said(error(wrong, 404), 404)
+        tokens = [BYTES.index(byte) for byte in body["prompt"].encode()]
         return await self.said({"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -162,10 +178,14 @@ class Server:
         finally:
             self.in_flight -= 1
 
+    def wrong_model(self, body: Any) -> str | None:
+        named = body.get("model", self.model)
+        return f"The model `{named}` does not exist." if named != self.model else None
+
     def wrong(self, body: Any) -> tuple[int, str] | None:
         prompt, max_tokens = body.get("prompt"), body.get("max_tokens", 16)
-        if body.get("model", self.model) != self.model:
-            return 404, f"The model `{body['model']}` does not exist."
+        if wrong := self.wrong_model(body):
+            return 404, wrong
         if not prompt or not all(type(id) is int and id >= 0 for id in prompt):
             return 400, "Either prompt or prompt_embeds must be provided and non-empty."
         if len(prompt) + max_tokens > self.max_model_len:
@@ -265,9 +285,12 @@ async def main() -> None:
     parser.add_argument("--script", type=Path)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--max-model-len", type=int, default=200_000)
-    arguments = parser.parse_args()
-    text = arguments.script.read_text() if arguments.script else ""
-    server = Server([json.loads(line) for line in text.splitlines()], arguments.model, arguments.max_model_len)
+    parser.add_argument("--version", default="0.11.0")
+    parser.add_argument("--api-key")
+    parser.add_argument("--without", action="append", default=[], metavar="PATH")
+    options = parser.parse_args()
+    text = options.script.read_text() if options.script else ""
+    server = Server([json.loads(line) for line in text.splitlines()], options)
     runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
-from datetime import UTC
-from email.utils import parsedate_to_datetime
 from typing import Any, cast
 
 import aiohttp
@@ -17,15 +13,13 @@ import orjson
 
 from stenograph.config import EngineConfig
 from stenograph.engines.base import Capabilities, Chunk, Generate, PauseMode, WeightSource
+from stenograph.engines.vllm_http import CONNECT_TIMEOUT_S, answer, ask, quoted, read_json, words
 from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable
 from stenograph.types import FinishReason, Ids, Logprobs
 
 _PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}  # in vLLM's words
-_CONNECT_TIMEOUT_S = 10.0
-_ASK_TIMEOUT_S = 30.0  # for what the server answers without generating
 _DRAIN_TIMEOUT_S = 0.05
 _KEEP_ALIVE_S = 3.0  # vLLM closes an idle connection after 5; a request sent into that moment would fail
-_TOLD_CHARS = 1000
 
 
 class VllmEngine:
@@ -50,12 +44,11 @@ class VllmEngine:
         server = config.url.rstrip("/").removesuffix("/v1")
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_TIMEOUT_S),  # a turn takes as long as it takes
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # a turn takes as long as it takes
             read_bufsize=2**18,
         )
         try:
-            async with _answer(session, "GET", f"{server}/v1/models", timeout_s=_ASK_TIMEOUT_S) as response:
-                model, length = _served(await response.read())
+            model, length = _served(await ask(session, "GET", f"{server}/v1/models"))
         except BaseException:
             await session.close()
             raise
@@ -130,8 +123,7 @@ class VllmEngine:
     async def health(self) -> None:
         self._check_open()
         try:
-            async with _answer(self._session, "GET", f"{self.server}/health", timeout_s=_ASK_TIMEOUT_S):
-                pass
+            await ask(self._session, "GET", f"{self.server}/health")
         except EngineUnavailable:
             raise
         except EngineError as e:
@@ -181,7 +173,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _answered(self, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        async with _answer(self._session, "POST", f"{self.server}/v1/completions", body) as response:
+        async with answer(self._session, "POST", f"{self.server}/v1/completions", body) as response:
             self._open.add(response)
             try:
                 yield response
@@ -191,40 +183,13 @@ class VllmEngine:
     async def _control(self, path: str) -> None:
         self._check_open()
         try:
-            async with _answer(self._session, "POST", self.server + path):
+            async with answer(self._session, "POST", self.server + path):
                 pass
         except EngineError as e:
             if e.status != 404:
                 raise
             needs = "VLLM_SERVER_DEV_MODE=1 in its environment, and for sleep with --enable-sleep-mode"
             raise EngineError(f"{self.server} has no {path.partition('?')[0]}; start vLLM with {needs}") from e
-
-
-@asynccontextmanager
-async def _answer(
-    session: aiohttp.ClientSession, method: str, url: str, body: bytes | None = None, timeout_s: float | None = None
-) -> AsyncIterator[aiohttp.ClientResponse]:
-    """An answer of status 200, closed at the end, read out or not: that is how vLLM learns that nobody listens.
-
-    Raises EngineUnavailable where the server cannot be reached, EngineError for another status or a cut.
-    """
-    timeout = aiohttp.ClientTimeout(total=timeout_s, connect=_CONNECT_TIMEOUT_S)
-    headers = {"content-type": "application/json", "accept-encoding": "identity"}
-    try:
-        response = await session.request(
-            method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-        )
-    except (aiohttp.ClientError, OSError) as e:
-        told = f"the engine at {url} cannot be reached: {str(e) or type(e).__name__}; is its server running?"
-        raise EngineUnavailable(told) from e
-    try:
-        if response.status != 200:
-            raise _refusal(response, await response.content.read(2**16))
-        yield response
-    except (aiohttp.ClientError, OSError) as e:
-        raise EngineError(f"the engine's answer was cut short: {str(e) or type(e).__name__}") from e
-    finally:
-        response.close()
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -251,7 +216,7 @@ async def _drain(response: aiohttp.ClientResponse) -> None:
 
 def _choice(data: bytes) -> dict[str, Any] | None:
     """The one choice of an event; None where it has none (usage)."""
-    match _json(data):
+    match read_json(data):
         case {"error": error} if error is not None:
             raise _told(error)
         case {"object": "error"} as error:
@@ -260,7 +225,7 @@ def _choice(data: bytes) -> dict[str, Any] | None:
             return None
         case {"choices": [{"index": 0} as choice]}:
             return choice
-    raise EngineError(f"the engine sent an event without a choice: {_quoted(data)}")
+    raise EngineError(f"the engine sent an event without a choice: {quoted(data)}")
 
 
 def _check_echo(echo: Any, sent: Ids, echoed: bool) -> bool:
@@ -287,91 +252,43 @@ def _chunk(choice: dict[str, Any]) -> Chunk:
     ids = _ids(choice.get("token_ids"))
     logprobs = choice.get("logprobs")
     if logprobs is not None and not isinstance(logprobs, dict):
-        raise EngineError(f"the engine sent logprobs that are no object: {_quoted(logprobs)}")
+        raise EngineError(f"the engine sent logprobs that are no object: {quoted(logprobs)}")
     numbers = _logprobs((logprobs or {}).get("token_logprobs", []))
     if len(ids) != len(numbers):
         raise EngineError(f"the engine sent {len(numbers)} logprobs for {len(ids)} tokens; is it a vLLM server?")
     finish_reason = choice.get("finish_reason")
     if finish_reason not in (None, "stop", "length", "abort"):
-        raise EngineError(f"the engine finished for a reason unknown here: {_quoted(finish_reason)}")
+        raise EngineError(f"the engine finished for a reason unknown here: {quoted(finish_reason)}")
     return Chunk(ids, numbers, 0, cast("FinishReason | None", finish_reason))
 
 
 def _ids(values: Any) -> Ids:
     if not isinstance(values, list) or not all(type(v) is int and 0 <= v < 2**31 for v in values):
-        raise EngineError(f"the engine sent token_ids that are no list of ids: {_quoted(values)}")
+        raise EngineError(f"the engine sent token_ids that are no list of ids: {quoted(values)}")
     return np.array(values, np.int32)
 
 
 def _logprobs(values: Any) -> Logprobs:
     limit = float(np.finfo(np.float32).max)
     if not isinstance(values, list) or not all(type(v) in (float, int) and abs(v) <= limit for v in values):
-        raise EngineError(f"the engine sent a logprob that is no number: {_quoted(values)}")
+        raise EngineError(f"the engine sent a logprob that is no number: {quoted(values)}")
     return np.array(values, np.float32)
 
 
 def _served(data: bytes) -> tuple[str, int | None]:
     """The name that the server gives its model, and its longest context where it tells; adapters have a parent."""
-    match _json(data):
+    match read_json(data):
         case {"data": list() as cards}:
             for card in cards:
                 match card:
                     case {"id": str(name)} if card.get("parent") is None:
                         length = card.get("max_model_len")
                         return name, length if type(length) is int and length > 0 else None
-    raise EngineError(f"the engine's /v1/models names no model: {_quoted(data)}; is it a vLLM server?")
-
-
-def _json(data: bytes) -> Any:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as e:
-        raise EngineError(f"the engine's answer cannot be read: {e}, got {_quoted(data)}") from e
-
-
-def _refusal(response: aiohttp.ClientResponse, body: bytes) -> EngineError:
-    """What a status other than 200 means. Ours to tell are 4xx and 5xx; anything else is a fault of the engine."""
-    status = response.status if 400 <= response.status < 600 else 502
-    retry_after_s = _seconds(response.headers.get("retry-after"))
-    message = f"the engine answered {response.status}: {_message(body)}"
-    if status == 503:
-        return EngineUnavailable(message, retry_after_s=retry_after_s)
-    return EngineError(message, status=status, retry_after_s=retry_after_s)
+    raise EngineError(f"the engine's /v1/models names no model: {quoted(data)}; is it a vLLM server?")
 
 
 def _told(error: Any) -> EngineError:
     """An error in a stream that had begun; `code` is the status that it would have had."""
     code = error.get("code") if isinstance(error, dict) else None
     status = code if type(code) is int and 400 <= code < 600 else 500
-    return EngineError(f"the engine failed: {_message(orjson.dumps(error))}", status=status)
-
-
-def _message(body: bytes) -> str:
-    """The words of an error body, in whichever of the shapes that servers use, on one line."""
-    try:
-        said = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        said = body.decode(errors="replace")
-    for name in ("error", "message", "detail"):
-        if isinstance(said, dict) and said.get(name):
-            said = said[name]
-    text = said if isinstance(said, str) else orjson.dumps(said).decode()
-    return " ".join(text.split())[:_TOLD_CHARS] or "nothing"
-
-
-def _seconds(text: str | None) -> float | None:
-    """Retry-After in seconds from now, whether it counts them or gives a date; None where it does neither."""
-    try:
-        seconds = float(text or "")
-    except ValueError:
-        try:
-            date = parsedate_to_datetime(text or "")
-        except (ValueError, OverflowError):
-            return None
-        return max(0.0, (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - time.time())
-    return seconds if math.isfinite(seconds) and seconds >= 0 else None
-
-
-def _quoted(value: object) -> str:
-    text = value.decode(errors="replace") if isinstance(value, bytes) else repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
+    return EngineError(f"the engine failed: {words(orjson.dumps(error))}", status=status)
