@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from support.serving import Server, serving, write_script
 
 QUESTION, ANSWER = "What is 2 + 3?", "It is five."
+SHELL_QUESTION = "What does the shell say?"
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
@@ -25,6 +27,11 @@ LINES: list[dict[str, Any]] = [
         "reasoning": "A sum: the tool knows.",
         "content": "Let me see.",
         "tool_calls": [{"name": "add", "arguments": '{"a": 2,  "b":3}'}],
+    },
+    {
+        "when": SHELL_QUESTION,
+        "content": "Let me compute.",
+        "tool_calls": [{"name": "bash", "arguments": '{"command": "echo sum=$((2 + 3))"}'}],
     },
     {"when": "sum=5", "reasoning": "Five.", "content": ANSWER},
 ]
@@ -271,3 +278,27 @@ def test_a_tool_call_and_a_final_answer(server: Server, client: str, stream: boo
     if client not in LOSE_REASONING:
         assert server.call("GET", f"/sessions/{session['id']}/drift") == []
         assert [node["kind"] for node in tree["nodes"]] == ["context", "output", "context", "output"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_tool_known_by_its_type_is_called_like_any_other(server: Server, stream: bool) -> None:
+    session = server.open()
+    asked: list[Any] = [{"role": "user", "content": SHELL_QUESTION}]
+    options: Any = {"model": "m", "max_tokens": 1000, "tools": [{"type": "bash_20250124", "name": "bash"}]}
+    with anthropic.Anthropic(base_url=session["base_url"], api_key=session["api_key"], max_retries=0) as client:
+
+        def ask() -> Any:
+            if not stream:
+                return client.messages.create(messages=asked, **options)
+            with client.messages.stream(messages=asked, **options) as events:
+                return events.get_final_message()
+
+        message = ask()
+        (call,) = [block for block in message.content if block.type == "tool_use"]
+        ran = subprocess.run(["bash", "-c", call.input["command"]], capture_output=True, text=True, timeout=20)
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": ran.stdout}
+        asked += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+        assert ask().content[-1].text == ANSWER
+    assert server.call("GET", f"/sessions/{session['id']}/drift") == []
+    tree = server.call("GET", f"/sessions/{session['id']}/tree")
+    assert [node["kind"] for node in tree["nodes"]] == ["context", "output", "context", "output"]

@@ -14,7 +14,8 @@ import orjson
 
 from stenograph.dialects.base import Answered, Decode, HttpError, Kind, Request, Writer, failure, own_session
 from stenograph.dialects.fields import Fields, invalid, read_body, shown
-from stenograph.dialects.messages_blocks import read_messages, read_tools, tool_input, tool_use
+from stenograph.dialects.messages_blocks import read_messages, tool_input, tool_use
+from stenograph.dialects.messages_tools import read_tools
 from stenograph.dialects.minted import seal
 from stenograph.dialects.sampling import ignored, read_sampling, refuse_choices, refuse_constraints
 from stenograph.errors import RequestError

@@ -1,4 +1,4 @@
-"""Blocks and tools of the Messages protocol: what a reply says as blocks is the same reply when they come back.
+"""Blocks of the Messages protocol: what a reply says as blocks is the same reply when they come back.
 
 `input` must be an object: a call's arguments that are none, or that clients could not read or write again, are told as
 `{"_raw": "<the text>"}`, streamed or whole, and read back from it.
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, TypeGuard
@@ -16,27 +15,12 @@ import orjson
 from stenograph.dialects.fields import Fields, invalid, is_deeper, shown, typed
 from stenograph.dialects.minted import unseal
 from stenograph.errors import RequestError
-from stenograph.types import Message, Tool, ToolCall
+from stenograph.types import Message, ToolCall
 
-_DATE = re.compile(r"_\d{8}$")  # what ends the type of a tool of Anthropic's
 _RAW = "_raw"  # what holds a call's arguments where they are no object
 _MAX_DEPTH = 100  # of an `input`; Anthropic's client reads two hundred levels, and a request's body is around it
 
-# --- tools and blocks -> records ---------------------------------------------------------------------------------
-
-
-def read_tools(fields: Fields, notes: list[str]) -> tuple[Tool, ...]:
-    """The tools that a client runs. Deferred ones are among them: added later, they would change the prompt's start."""
-    tools = []
-    for tool in fields.objects("tools"):
-        kind, schema = tool.text("type") or "custom", tool.schema("input_schema")
-        if schema is not None:
-            tools.append(Tool(tool.name("name"), tool.get("description", str, "a text") or "", schema))
-        elif kind == "custom":
-            raise invalid(f"{tool.path}input_schema", "is missing")
-        else:  # known by its type alone: Anthropic's servers know the rest, or run it
-            notes.append("left_out:" + _DATE.sub("", kind))
-    return tuple(tools)
+# --- blocks -> records -------------------------------------------------------------------------------------------
 
 
 def read_messages(fields: Fields, notes: list[str]) -> tuple[tuple[Message, ...], bool]:

@@ -34,7 +34,10 @@ def read_tools(fields: Fields, allowed: list[Fields] | None) -> tuple[tuple[Tool
     tools, callees, notes = [], {}, []
     for namespace, tool in _flat(fields):
         kind = tool.values.get("type", "function")
-        if kind not in ("function", "custom"):  # a server's own, and nobody here can run it
+        if kind not in ("function", "custom"):
+            if _is_clients_own(tool, kind):  # left out, an agent would never learn that its only tool is gone
+                told = f"the model knows no tool of type {shown(kind)}; declare it as a function with parameters"
+                raise invalid(f"{tool.path}type", told)
             notes.append(_left_out(typed(kind, str, f"{tool.path}type", "a text")))
             continue
         callee = Callee(tool.name("name"), namespace, kind == "custom")
@@ -48,6 +51,16 @@ def read_tools(fields: Fields, allowed: list[Fields] | None) -> tuple[tuple[Tool
         names = {one.text("name") for one in allowed}
         tools = [tool for tool in tools if tool.name in names or callees[tool.name].name in names]
     return tuple(tools), callees, notes
+
+
+_CLIENTS_OWN = ("local_shell", "apply_patch", "computer", "computer_use_preview")
+
+
+def _is_clients_own(tool: Fields, kind: Any) -> bool:
+    """Whether a tool that OpenAI's models know by its type alone is run by the client; a server runs the others."""
+    if kind == "shell":
+        return tool.object("environment").text("type") not in ("container_auto", "container_reference")
+    return kind in _CLIENTS_OWN
 
 
 def qualified(namespace: str | None, name: str) -> str:

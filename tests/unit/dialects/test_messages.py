@@ -6,6 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from anthropic.types.beta import (
+    BetaMemoryTool20250818CreateCommand,
+    BetaMemoryTool20250818DeleteCommand,
+    BetaMemoryTool20250818InsertCommand,
+    BetaMemoryTool20250818RenameCommand,
+    BetaMemoryTool20250818StrReplaceCommand,
+    BetaMemoryTool20250818ViewCommand,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,14 +120,58 @@ def test_a_real_clients_next_request_goes_on_from_its_last() -> None:
 def test_tools_that_nobody_here_can_run_are_left_out_and_noted() -> None:
     foreign = [
         {"type": "web_search_20250305", "name": "web_search"},
-        {"type": "bash_20250124", "name": "bash"},
+        {"type": "code_execution_20250825", "name": "code_execution"},
         {"type": "mcp_toolset", "mcp_server_name": "x"},
     ]
     request = read(tools=[*foreign, ADD, {**ADD, "type": "custom", "defer_loading": True}])
     assert request.conversation.tools == (Tool("add", "Adds.", ADD["input_schema"]),) * 2
-    assert request.notes == ("left_out:web_search", "left_out:bash", "left_out:mcp_toolset")
+    assert request.notes == ("left_out:web_search", "left_out:code_execution", "left_out:mcp_toolset")
     served = read(mcp_servers=[{"type": "url", "url": "x", "name": "y"}], container={"skills": []})
     assert served.notes == ("left_out:mcp_servers", "left_out:container")
+
+
+EDITOR = ["command", "path", "file_text", "old_str", "new_str", "insert_line", "view_range"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "parameters", "commands"),
+    [
+        ("bash_20241022", "bash", ["command", "restart"], None),
+        ("bash_20250124", "bash", ["command", "restart"], None),
+        ("text_editor_20250124", "str_replace_editor", EDITOR, "view create str_replace insert undo_edit"),
+        ("text_editor_20250429", "str_replace_based_edit_tool", EDITOR, "view create str_replace insert"),
+        (
+            "text_editor_20250728",
+            "str_replace_based_edit_tool",
+            [*EDITOR, "insert_text"],
+            "view create str_replace insert",
+        ),
+    ],
+)
+def test_a_clients_own_tools_are_told_as_functions(
+    kind: str, name: str, parameters: list[str], commands: str | None
+) -> None:
+    request = read(tools=[{"type": kind, "name": name, "cache_control": {"type": "ephemeral"}}])
+    (tool,) = request.conversation.tools
+    properties = tool.parameters["properties"]
+    assert (tool.name, sorted(properties), request.notes) == (name, sorted(parameters), ())
+    assert commands is None or properties["command"]["enum"] == commands.split()
+    assert set(tool.parameters["required"]) <= set(properties)
+
+
+def test_the_memory_tool_takes_what_its_client_reads() -> None:
+    (tool,) = read(tools=[{"type": "memory_20250818", "name": "memory"}]).conversation.tools
+    kinds = [
+        BetaMemoryTool20250818ViewCommand,
+        BetaMemoryTool20250818CreateCommand,
+        BetaMemoryTool20250818StrReplaceCommand,
+        BetaMemoryTool20250818InsertCommand,
+        BetaMemoryTool20250818DeleteCommand,
+        BetaMemoryTool20250818RenameCommand,
+    ]
+    properties = tool.parameters["properties"]
+    assert set(properties) == {name for kind in kinds for name in kind.model_fields}
+    assert properties["command"]["enum"] == [kind.model_fields["command"].annotation.__args__[0] for kind in kinds]
 
 
 def test_tools_stay_out_of_a_prompt_that_may_not_call() -> None:
@@ -206,6 +258,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("stop_sequences", {"stop_sequences": [""]}),
     ("thinking", {"thinking": "much"}),
     ("n", {"n": 2}),
+    ("tools[1].type", {"tools": [ADD, {"type": "computer_20251124", "name": "computer"}]}),
+    ("tools[0].type", {"tools": [{"type": "computer_toolset_20260801"}]}),
+    ("tools[0].type", {"tools": [{"type": "browser_toolset_20260801"}]}),
+    ("tools[0].name", {"tools": [{"type": "bash_20250124"}]}),
     ("seed", {"seed": "x"}),
     ("guided_json", {"guided_json": {"type": "object"}}),
 ]
@@ -241,13 +297,15 @@ KINDS = st.sampled_from(["text", "thinking", "redacted_thinking", "tool_use", "t
 FIELDS = ("text", "thinking", "signature", "data", "id", "name", "input", "tool_use_id", "content")
 BLOCKS = st.lists(objects(type=KINDS | VALUES, **dict.fromkeys(FIELDS, VALUES)) | VALUES, max_size=3) | VALUES
 SAID = objects(role=st.sampled_from(["user", "assistant", "system"]) | VALUES, content=BLOCKS)
+TOOL_KINDS = st.sampled_from(["custom", "bash_20250124", "text_editor_1", "memory_20250818", "computer_20251124"])
 TOP = ("model", "stream", "tool_choice", "temperature", "top_p", "top_k", "stop_sequences", "session_id", "thinking")
 TOP += ("seed", "n")
 BODIES = objects(
     max_tokens=st.just(9) | VALUES,
     messages=st.just([USER]) | st.lists(SAID, max_size=3) | VALUES,
     system=BLOCKS,
-    tools=st.lists(objects(type=VALUES, name=VALUES, description=VALUES, input_schema=VALUES), max_size=2) | VALUES,
+    tools=st.lists(objects(type=TOOL_KINDS | VALUES, name=VALUES, description=VALUES, input_schema=VALUES), max_size=2)
+    | VALUES,
     output_config=objects(format=VALUES) | VALUES,
     output_format=VALUES,
     **dict.fromkeys(TOP, VALUES),

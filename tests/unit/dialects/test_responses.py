@@ -13,7 +13,7 @@ from stenograph.dialects import responses
 from stenograph.dialects.minted import seal
 from stenograph.errors import RequestError
 from stenograph.types import Reply
-from support.responses import NAME, OTHER, TOOLS, make_answered, make_writer, parse
+from support.responses import NAME, OTHER, SHELL, TOOLS, make_answered, make_writer, parse
 
 
 def test_tools_of_every_kind() -> None:
@@ -24,6 +24,24 @@ def test_tools_of_every_kind() -> None:
     assert patch["required"] == ["input"]
     assert "start: X" in patch["properties"]["input"]["description"]
     assert request.notes == ("left_out:code_interpreter",)
+
+
+OWN = ({"type": "local_shell"}, {"type": "shell"}, {"type": "shell", "environment": {"type": "local"}})
+OWN += ({"type": "apply_patch"}, {"type": "computer"}, {"type": "computer_use_preview", "environment": "linux"})
+
+
+@pytest.mark.parametrize("tool", OWN, ids=[f"{i}-{tool['type']}" for i, tool in enumerate(OWN)])
+def test_a_clients_own_tool_that_the_model_does_not_know_is_refused(tool: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="declare it as a function") as refused:
+        parse(tools=[*TOOLS, tool])
+    assert refused.value.param == "tools[3].type"
+    assert str(tool["type"]) in str(refused.value)
+
+
+def test_a_shell_that_a_server_runs_is_left_out() -> None:
+    request = parse(tools=[{"type": "shell", "environment": {"type": "container_auto"}}, SHELL])
+    assert [tool.name for tool in request.conversation.tools] == ["shell"]
+    assert request.notes == ("left_out:shell",)
 
 
 def test_forbidden_tools_stay_out_of_the_prompt() -> None:
@@ -181,7 +199,8 @@ ITEMS = objects(
 )
 INNER = objects(type=likely("function", "custom"), name=likely("f"), description=VALUES, parameters=VALUES)
 FUZZED_TOOLS = objects(
-    type=likely("function", "custom", "namespace"),
+    type=likely("function", "custom", "namespace", "shell"),
+    environment=VALUES,
     name=likely("f", "g"),
     description=VALUES,
     parameters=VALUES,
