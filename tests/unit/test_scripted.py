@@ -50,6 +50,23 @@ async def test_triggers_stand_outside_of_the_order(tmp_path: Path) -> None:
     assert await said(script, last="hi there") == "in order"
 
 
+async def test_a_message_that_no_line_is_for_is_quoted(tmp_path: Path) -> None:
+    script = engine(tmp_path, {"when": "hi", "content": "hello"})
+    with pytest.raises(EngineError, match="no `when` line matches the last message, 'good day'") as caught:
+        await said(script, last="good day")
+    assert "turns are used" not in str(caught.value)
+    with pytest.raises(EngineError, match=r"'x{80}\.\.\.'"):
+        await said(script, last="x" * 1000)
+
+
+async def test_past_the_end_both_ways_to_go_on_are_named(tmp_path: Path) -> None:
+    script = engine(tmp_path, {"content": "in order"}, {"when": "hi", "content": "hello", "once": True})
+    await said(script)
+    await said(script, last="hi")
+    with pytest.raises(EngineError, match="all 1 turns are used, and no `when` line matches the last message, 'hi'"):
+        await said(script, last="hi")
+
+
 async def test_text_is_given_as_it_is_and_length_cuts(tmp_path: Path) -> None:
     script = engine(tmp_path, {"text": "x <|im_end|>"}, {"text": "abcdef<|im_end|>"})
     assert await said(script) == "x"

@@ -18,6 +18,7 @@ from stenograph.rendering.base import Rendering
 from stenograph.types import FinishReason, Ids, Logprobs, Reply, ToolCall
 
 _FAULTS = ("error", "refuse", "overflow", "hang", "cut", "garbage", "counts", "slow:", "pace:")
+_QUOTED = 80  # characters of a message in an error
 _FIELDS = {"content", "reasoning", "tool_calls", "text", "finish_reason", "fault", "when", "once"}
 
 
@@ -127,9 +128,16 @@ class ScriptedEngine:
                     return line
         cursor = self._cursors[request.session]
         if cursor >= len(self._ordered):
-            raise EngineError(f"script exhausted: all {len(self._ordered)} turns are used; add lines to the script")
+            raise EngineError(f"script exhausted: {self._why_exhausted(request.last_message)}")
         self._cursors[request.session] += 1
         return self._ordered[cursor]
+
+    def _why_exhausted(self, last_message: str) -> str:
+        reasons = [f"all {len(self._ordered)} turns are used"] if self._ordered or not self._triggered else []
+        if self._triggered:
+            begin = last_message if len(last_message) <= _QUOTED else last_message[:_QUOTED] + "..."
+            reasons.append(f"no `when` line matches the last message, {begin!r}")
+        return f"{', and '.join(reasons)}; add lines to the script"
 
     async def _play(self, line: Line, request: Generate) -> AsyncGenerator[Chunk, None]:
         fault, _, seconds = (line.fault or "").partition(":")
