@@ -41,6 +41,7 @@ class SessionRoutes:
         raise RequestError(f"{request.method} {path} is not an address of this gateway", status=404, retry=False)
 
     def _open(self, body: dict[str, Any]) -> web.Response:
+        _check_fields(body, "traced", "ttl_s", "metadata")
         traced, ttl_s, metadata = body.get("traced", True), body.get("ttl_s"), body.get("metadata", {})
         if not isinstance(traced, bool):
             raise RequestError(f"traced: must be true or false, got {traced!r}")
@@ -57,7 +58,8 @@ class SessionRoutes:
         return _json(opened, status=201)
 
     def _info(self, session: Session) -> dict[str, Any]:
-        info = {"id": session.id, "state": session.state, "num_turns": 0, "num_tokens": 0}
+        info = {"id": session.id, "state": session.state}
+        info |= {"num_turns": session.num_turns, "num_tokens": session.num_tokens}
         info |= {"policy_versions": None, "metadata": session.metadata}
         if session.traced:
             held = self._sessions.store.get(session.id)
@@ -66,6 +68,7 @@ class SessionRoutes:
         return info
 
     async def _seal(self, session: Session, body: dict[str, Any]) -> web.Response:
+        _check_fields(body, "reward", "status")
         reward, status = body.get("reward"), body.get("status")
         if reward is not None and not _is_number(reward):
             raise RequestError(f"reward: must be a number, got {reward!r}")
@@ -104,6 +107,13 @@ def _ledger(store: TraceStore, session: str, with_ids: bool) -> object:
 
 
 _READ = {"tree": _tree, "samples": _samples, "drift": _drift, "ledger": _ledger}
+
+
+def _check_fields(body: dict[str, Any], *known: str) -> None:
+    """A misspelt field would be a reward that is lost, or a record of what was to have none."""
+    unknown = [name for name in body if name not in known]
+    if unknown:
+        raise RequestError(f"{unknown[0]}: unknown field; known: {', '.join(known)}", param=unknown[0])
 
 
 def _is_number(value: object) -> bool:

@@ -8,6 +8,8 @@ from urllib.parse import unquote
 
 GENERATION = {"/v1/chat/completions", "/v1/messages", "/v1/responses"}
 COUNT_TOKENS = "/v1/messages/count_tokens"
+POSTED = {*GENERATION, COUNT_TOKENS}
+_SERVED = {*POSTED, "/v1/models"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,15 @@ def read(raw_path: str) -> Target:
 
 def is_generation(method: str, path: str) -> bool:
     return method == "POST" and path in GENERATION
+
+
+def meant(path: str) -> str | None:
+    """The address of this gateway that `path` is but for its /v1, forgotten or doubled."""
+    words = path.split("/")[1:]
+    while words and words[0] == "v1":
+        del words[0]
+    address = "/v1/" + "/".join(words)
+    return address if address != path and address in _SERVED else None
 
 
 # Under /v1/ or beside it: what vLLM, SGLang, LMDeploy and llama.cpp serve that changes the engine for everyone ...

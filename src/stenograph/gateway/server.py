@@ -23,7 +23,7 @@ from stenograph.gateway import bodies, paths
 from stenograph.gateway.admin import SessionRoutes
 from stenograph.gateway.answers import Answers
 from stenograph.gateway.passthrough import Passthrough
-from stenograph.gateway.sessions import Session, Sessions
+from stenograph.gateway.sessions import ADMIN_KEY_REMEDY, Session, Sessions
 from stenograph.gateway.turns import Turns
 from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
@@ -32,8 +32,13 @@ log = logging.getLogger(__name__)
 
 
 def _unquoted(record: logging.LogRecord) -> bool:
-    """Requests that are no HTTP are told of without the bytes that aiohttp quotes: there are keys among them."""
+    """Requests that are no HTTP are told of without the bytes that aiohttp quotes: there are keys among them.
+
+    Bodies that cannot be decoded are not told of at all: whoever sent one was.
+    """
     e = record.exc_info[1] if record.exc_info else None
+    if isinstance(e, web.RequestPayloadError):
+        return False
     if isinstance(e, HttpProcessingError):
         record.msg, record.exc_info = f"{record.msg}: {type(e).__name__}", None
     return True
@@ -86,7 +91,8 @@ class Gateway:
             await self._runner.cleanup()
             told = f"gateway.port: cannot listen on {settings.host}:{settings.port}: {e.strerror or e}"
             raise ConfigError(f"{told}; choose another port, 0 takes a free one") from e
-        host, port = self._runner.addresses[0][:2]
+        address: tuple[str, int] = self._runner.addresses[0][:2]
+        host, port = _REACHED_AT.get(address[0], address[0]), address[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._admin.public_url = settings.public_url or self.url
         self._expiry = asyncio.create_task(self._expire())
@@ -112,17 +118,21 @@ class Gateway:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         target = paths.read(request.rel_url.raw_path)  # less the host that a proxy's client names
-        dialect = _dialect(target.path, request)
+        dialect = _dialect(paths.meant(target.path) or target.path, request)
         is_admin_address = target.session is None and target.path.split("/")[1] == "sessions"
         try:
-            if is_admin_address:
-                return await self._admin.handle(request, target.path, _key(request))
+            if is_admin_address:  # which no session's key opens
+                key = self.sessions.choose(_keys(request), self.sessions.untraced.id)
+                return await self._admin.handle(request, target.path, key)
             return await self._route(request, target, dialect)
         except Exception as e:
             client_left = request.transport is None or request.transport.is_closing()
             if not isinstance(e, StenographError) and not client_left:
                 log.exception("bug while answering %s %s", request.method, target.path)
-            return _error(e, dialect, is_admin_address)
+            response = _error(e, dialect, is_admin_address)
+            if isinstance(e.__cause__, web.RequestPayloadError):
+                response.force_close()  # aiohttp closes such a connection: no client may send its next request there
+            return response
 
     async def _route(self, request: web.Request, target: paths.Target, dialect: Dialect) -> web.StreamResponse:
         method, path = request.method, target.path
@@ -131,7 +141,8 @@ class Gateway:
             return _json({"status": "ok"})
         if method == "HEAD" and path in ("/", "/api/hello"):
             return web.Response()
-        session = self.sessions.authorise(_key(request), target.session)
+        key = self.sessions.choose(_keys(request), target.session)
+        session = self.sessions.authorise(key, target.session)
         if paths.is_generation(method, path):
             body = await bodies.read(request)
             asked = dialect.parse_request(body)
@@ -146,7 +157,7 @@ class Gateway:
             return _json({"object": "list", "data": [_model(self.model_name)], "has_more": False})
         if method == "GET" and path.startswith("/v1/models/"):  # whatever it is called: that is what answers
             return _json(_model(path.removeprefix("/v1/models/")))
-        self._check_auxiliary(method, path, session, _key(request))
+        self._check_auxiliary(method, path, session, key)
         if self._passthrough is None:
             told = f"{method} {path} is not served: this engine has no server of its own to pass it to"
             raise RequestError(told, status=404, retry=False)
@@ -163,18 +174,29 @@ class Gateway:
         return session if hint is None else self.sessions.find(hint)
 
     def _check_auxiliary(self, method: str, path: str, session: Session, key: str | None) -> None:
-        """Refuse what a session's key may not have passed on; the admin's may everything."""
-        if session is self.sessions.untraced or self.sessions.holds_admin(key):
+        """Refuse what is not passed on; the admin's key has everything passed that an engine's server may answer."""
+        is_admin = session is self.sessions.untraced or self.sessions.holds_admin(key)
+        if is_admin and self._passthrough is not None:
+            return
+        if path in paths.POSTED:
+            raise RequestError(f"{path} answers POST alone, not {method}", status=405, retry=False)
+        if (address := paths.meant(path)) is not None:
+            told = f"{path} is not an address of this gateway; did you mean {address}?"
+            told += " an OpenAI base URL ends in /v1, the Anthropic base URL has no /v1"
+            raise RequestError(told, status=404, retry=False)
+        if is_admin:
             return
         if not path.startswith(self.config.gateway.passthrough):
             raise RequestError(f"{method} {path} is not an address of this gateway", status=404, retry=False)
         if paths.is_engine_control(path):
-            raise RequestError(f"{path} controls the engine; it needs the admin key", status=403, retry=False)
+            raise RequestError(f"{path} controls the engine; it needs {ADMIN_KEY_REMEDY}", status=403, retry=False)
         if session.traced and paths.is_unrecorded_generation(method, path):
             told = f"{method} {path} would go unrecorded; use one of {', '.join(sorted(paths.GENERATION))}"
             raise RequestError(told, status=501, retry=False)
 
 
+_REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # who listens on every address is found at this one
+_HINTS = {405: {"allow": "POST"}, 503: {"retry-after": "1"}}  # beside what an error of ours says itself
 _DIALECTS: dict[str, Dialect] = {"messages": messages, "responses": responses}
 
 
@@ -189,11 +211,13 @@ def _dialect(path: str, request: web.Request) -> Dialect:
 def _error(e: Exception, dialect: Dialect, is_admin_address: bool) -> web.Response:
     if not is_admin_address:
         told = dialect.error(e)
-        return web.Response(status=told.status, headers=told.headers, body=told.body)
-    told = chat.error(e)
-    detail = orjson.loads(told.body)["error"]
-    body = orjson.dumps({"error": {"type": detail["type"], "message": detail["message"]}})
-    return web.Response(status=told.status, headers=told.headers, body=body)
+        body = told.body
+    else:
+        told = chat.error(e)
+        detail = orjson.loads(told.body)["error"]
+        body = orjson.dumps({"error": {"type": detail["type"], "message": detail["message"]}})
+    hints = _HINTS.get(told.status, {}) if isinstance(e, RequestError) else {}
+    return web.Response(status=told.status, headers={**hints, **told.headers}, body=body)
 
 
 def new_admin_key() -> str:
@@ -201,11 +225,11 @@ def new_admin_key() -> str:
     return os.environ.get("STENO_ADMIN_KEY") or SESSION_PREFIX + "admin_" + secrets.token_hex(16)
 
 
-def _key(request: web.Request) -> str | None:
+def _keys(request: web.Request) -> list[str]:
+    """The keys that a request carries: clients send one of an earlier session beside the one that they were given."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token:
-        return token.strip()
-    return request.headers.get("x-api-key")
+    keys = [token.strip()] if scheme.lower() == "bearer" and token else []
+    return keys + request.headers.getall("x-api-key", [])[:1]
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from stenograph.types import Turn
 log = logging.getLogger(__name__)
 
 KEY_PREFIX = SESSION_PREFIX + "key_"
+ADMIN_KEY_REMEDY = "the admin key: STENO_ADMIN_KEY, or the one that steno serve printed at its start"
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +37,7 @@ class Session:
     ttl_s: float
     metadata: Mapping[str, Any]
     state: Literal["open", "sealed"] = "open"
+    stopped: bool = False  # with the gateway, not by its owner
     used_s: float = field(default_factory=time.monotonic)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     calls: dict[bytes, list[Call]] = field(default_factory=dict)  # by what they ask
@@ -44,13 +46,16 @@ class Session:
     num_tokens: int = 0  # sampled
 
     def require_open(self) -> None:
+        if self.stopped:
+            raise self.closed()
         if self.state == "sealed":
             raise RequestError(f"session {self.id} is sealed; open another", status=409, retry=False)
 
     def closed(self) -> RequestError:
         """What a call is told that its session's end cut short."""
-        told = f"session {self.id} was closed meanwhile" if self.id else "the gateway was stopped meanwhile"
-        return RequestError(told, status=409, retry=False)
+        if self.stopped or not self.id:  # what has no session ends with the gateway
+            return RequestError("the gateway is shutting down; try again", status=503)
+        return RequestError(f"session {self.id} was closed meanwhile; open another", status=409, retry=False)
 
     def start(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
         """Run a generation as this session's own: it outlives a client that goes away, and ends with the session."""
@@ -103,7 +108,7 @@ class Sessions:
 
     def open(self, *, traced: bool, ttl_s: float | None, metadata: Mapping[str, Any]) -> Session:
         if not self._open:
-            raise RequestError("the gateway is shutting down", status=503)
+            raise RequestError("the gateway is shutting down; try again", status=503)
         id = SESSION_PREFIX + secrets.token_hex(16)
         session = Session(id, KEY_PREFIX + secrets.token_hex(16), traced, ttl_s or self._ttl_s, metadata)
         if traced:
@@ -115,18 +120,31 @@ class Sessions:
     def find(self, id: str) -> Session:
         session = self._sessions.get(id)
         if session is None:
-            raise RequestError(f"unknown session {id}", status=404, retry=False)
+            told = f"unknown session {id}: it was deleted, or the id is mistyped; POST /sessions opens one"
+            raise RequestError(told, status=404, retry=False)
         return session
 
     def require_admin(self, key: str | None) -> None:
         if self._is_admin(key):
             return
-        if key is None or self._by_key.get(key) is None:
+        if self._owner(key) is None:
             raise _unauthorised()
-        raise RequestError("this address needs the admin key", status=403, retry=False)
+        raise RequestError(f"this address needs {ADMIN_KEY_REMEDY}", status=403, retry=False)
 
     def holds_admin(self, key: str | None) -> bool:
         return key is not None and _same(key, self._admin_key)
+
+    def choose(self, keys: Sequence[str], wanted: str | None) -> str | None:
+        """Of the keys that a request carries, the first that opens what it wants; else the one that says most."""
+
+        def rank(key: str) -> int:
+            own = self._owner(key)
+            if self.holds_admin(key) or (own is not None and wanted in (None, own.id)):
+                return 0
+            # One of a session that is gone still says whose the request is, before one that says nothing.
+            return 1 if own is not None else 2 if key.startswith(KEY_PREFIX) else 3
+
+        return min(keys, key=rank, default=None)
 
     def authorise(self, key: str | None, wanted: str | None) -> Session:
         """The session that `key` may use: the one named, or the key's own. Raises 401, 403, 404."""
@@ -138,7 +156,8 @@ class Sessions:
             return self.find(wanted)
         own = self._own(key)
         if own.id != wanted:
-            raise RequestError("this key belongs to another session", status=403, retry=False)
+            told = f"this key belongs to another session than {wanted}, or the id is mistyped"
+            raise RequestError(f"{told}; use base_url and api_key of one session", status=403, retry=False)
         return own
 
     async def seal(self, session: Session, timeout_s: float, reward: float | None, status: str | None) -> None:
@@ -176,7 +195,7 @@ class Sessions:
     async def aclose(self) -> None:
         self._open = False
         for session in (sessions := [*self._sessions.values(), self.untraced]):
-            session.state = "sealed"
+            session.state, session.stopped = "sealed", True
         for session in sessions:
             await session.settle(0)
 
@@ -187,12 +206,18 @@ class Sessions:
         return self.holds_admin(key)
 
     def _own(self, key: str | None) -> Session:
-        # Keys are 128 random bits, so looking one up by hash tells an attacker nothing about another.
-        session = self._by_key.get(key) if key is not None else None
-        if session is None or key is None or not _same(key, session.api_key):
+        session = self._owner(key)
+        if session is None:
             raise _unauthorised()
         session.used_s = time.monotonic()
         return session
+
+    def _owner(self, key: str | None) -> Session | None:
+        if key is None:
+            return None
+        # Keys are 128 random bits, so looking one up by hash tells an attacker nothing about another.
+        session = self._by_key.get(key)
+        return session if session is not None and _same(key, session.api_key) else None
 
 
 def _same(given: str, key: str) -> bool:

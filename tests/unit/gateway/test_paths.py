@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stenograph.gateway.paths import Target, is_generation, read
+from stenograph.gateway.paths import Target, is_generation, meant, read
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,22 @@ def test_generation_is_one_post() -> None:
     assert not is_generation("GET", "/v1/chat/completions")
     assert not is_generation("POST", "/v1/chat/completions/x")
     assert not is_generation("POST", "/v1/completions")
+
+
+@pytest.mark.parametrize(
+    ("path", "address"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/messages", "/v1/messages"),
+        ("/models", "/v1/models"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/v1/messages", None),
+        ("/v1/completions", None),
+        ("/v1", None),
+        ("/", None),
+        ("/tokenize", None),
+    ],
+)
+def test_an_address_whose_v1_is_forgotten_or_doubled_is_known(path: str, address: str | None) -> None:
+    assert meant(path) == address

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from stenograph.errors import RequestError
-from stenograph.gateway.sessions import Session, Sessions
+from stenograph.gateway.sessions import KEY_PREFIX, Session, Sessions
 from stenograph.traces.memory import MemoryTraceStore
 from support.listening import new_call
 
@@ -46,3 +46,47 @@ async def _refused(held: Sessions, session: Session) -> int:
     with pytest.raises(RequestError) as caught:
         await held.seal(session, 30, None, None)
     return caught.value.status
+
+
+def test_of_two_keys_the_one_that_opens_what_is_wanted_is_chosen() -> None:
+    held = sessions()
+    mine, other = opened(held), opened(held)
+    stale, unknown = KEY_PREFIX + "0" * 32, "sk-unknown"
+    assert held.choose([], None) is None
+    assert held.choose([stale, mine.api_key], None) == mine.api_key
+    assert held.choose([other.api_key, mine.api_key], mine.id) == mine.api_key
+    assert held.choose([other.api_key, mine.api_key], None) == other.api_key
+    assert held.choose([mine.api_key, "admin"], held.untraced.id) == "admin"
+    assert held.choose([unknown, other.api_key], mine.id) == other.api_key
+
+
+def test_where_no_key_is_needed_one_of_a_session_that_is_gone_counts_all_the_same() -> None:
+    held = sessions(require_keys=False)
+    stale = KEY_PREFIX + "0" * 32
+    for keys in (["any", stale], [stale, "any"]):
+        with pytest.raises(RequestError) as caught:
+            held.authorise(held.choose(keys, None), None)
+        assert caught.value.status == 401
+
+
+async def test_what_ends_with_the_gateway_may_be_tried_again() -> None:
+    held = sessions()
+    session = opened(held)
+    call = new_call("hello")
+    session.start(call, asyncio.sleep(60))
+    await held.aclose()
+    assert isinstance(call.error, RequestError)
+    assert (call.error.status, call.error.retry) == (503, True)
+    with pytest.raises(RequestError) as caught:
+        session.require_open()
+    assert (caught.value.status, caught.value.retry) == (503, True)
+
+
+async def test_what_ends_with_its_session_may_not_be_tried_again() -> None:
+    held = sessions()
+    session = opened(held)
+    call = new_call("hello")
+    session.start(call, asyncio.sleep(60))
+    await held.close(session)
+    assert isinstance(call.error, RequestError)
+    assert (call.error.status, call.error.retry) == (409, False)
