@@ -15,7 +15,7 @@ import uvloop
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from stenograph import inspecting
+from stenograph import __version__, inspecting
 from stenograph.config import load_config
 from stenograph.errors import ConfigError, StenographError, boundary
 from stenograph.rundir import read_lines
@@ -31,8 +31,16 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=VALUE
 Run = Annotated[Path, typer.Argument(help="a run's folder")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def steno() -> None:
+def steno(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it")] = False,
+) -> None:
     """Train LLM agents by reinforcement learning on the exact tokens they produced."""
 
 

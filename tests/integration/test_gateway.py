@@ -17,6 +17,7 @@ import anthropic
 import openai
 import pytest
 
+import stenograph
 from support.serving import Server, serving, write_script
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -309,7 +310,8 @@ def test_a_bad_session_is_told_what_is_wrong(server: Server) -> None:
 def test_untraced_calls_leave_no_record(server: Server) -> None:
     session = server.open(traced=False)
     assert ask(server.client(session), [user("say hello")]).choices[0].message.content == "hello"
-    assert server.call("GET", f"/sessions/{session['id']}")["num_turns"] == 0
+    assert server.call("GET", f"/sessions/{session['id']}")["num_turns"] == 1  # counted, and no more than that
+    assert server.refused("GET", f"/sessions/{session['id']}/tree")[0] == 404
     admin = openai.OpenAI(base_url=server.url + "/v1", api_key=server.admin_key, max_retries=0)
     assert ask(admin, [user("say hello")]).choices[0].message.content == "hello"
 
@@ -370,6 +372,11 @@ def test_unknown_addresses_keep_the_error_shape(server: Server) -> None:
 def steno(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "steno"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_version_is_said() -> None:
+    done = steno("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{stenograph.__version__}\n", "")
 
 
 def test_bad_input_is_one_line_and_exit_2(server: Server, tmp_path: Path) -> None:
