@@ -294,6 +294,8 @@ def test_a_tool_known_by_its_type_is_called_like_any_other(server: Server, strea
                 return events.get_final_message()
 
         message = ask()
+        without = client.messages.count_tokens(model="m", messages=asked).input_tokens
+        assert message.usage.input_tokens > without + 20  # the model was told of it
         (call,) = [block for block in message.content if block.type == "tool_use"]
         ran = subprocess.run(["bash", "-c", call.input["command"]], capture_output=True, text=True, timeout=20)
         result = {"type": "tool_result", "tool_use_id": call.id, "content": ran.stdout}
