@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from stenograph.errors import ConfigError
@@ -18,6 +19,15 @@ PositiveInt = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Url = Annotated[str, Field(pattern=r"^https?://[^/\s]\S*$"), AfterValidator(lambda url: url.rstrip("/"))]
+
+
+def _sendable(key: SecretStr) -> SecretStr:
+    if not re.fullmatch(r"[!-~]+", key.get_secret_value()):
+        raise ValueError("must be printable ASCII without a space, which this one is not")
+    return key
+
+
+Secret = Annotated[SecretStr, AfterValidator(_sendable)]
 
 
 class Section(BaseModel):
@@ -43,6 +53,8 @@ class EngineConfig(Section):
     kind: Literal["local", "scripted", "vllm"] = "local"
     url: Url | None = None  # kind = "vllm": the address of its server
     logprobs_mode: LogprobsMode = "raw"  # kind = "vllm": as its server was started (--logprobs-mode)
+    # kind = "vllm": its server's --api-key; comes from the environment alone, and is written nowhere.
+    api_key: Annotated[Secret | None, Field(exclude=True)] = None
     script: Path | None = None  # kind = "scripted": JSONL, one assistant turn a line
     weights: Literal["shared", "copy"] = "shared"  # shared: the trained module itself, paused while it trains
     dtype: Dtype | None = None  # of a copy; default: model.dtype
@@ -257,6 +269,8 @@ class Config(BaseSettings):
             raise ValueError('engine.kind = "scripted" needs engine.script (a JSONL file)')
         if self.engine.kind == "vllm" and self.engine.url is None:
             raise ValueError('engine.kind = "vllm" needs engine.url (the address of its server)')
+        if self.engine.kind == "vllm" and self.model.path is None:
+            raise ValueError('engine.kind = "vllm" needs model.path (the model that its server was started with)')
         if self.engine.kind == "local" and self.engine.weights == "shared":
             if self.rollouts.max_staleness > 0:
                 raise ValueError(
@@ -283,6 +297,7 @@ def load_config(file: Path | None = None, overrides: list[str] | None = None) ->
             raise ConfigError(f"cannot read the config {file}: {e.strerror}; give the path of a TOML file") from e
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
             raise ConfigError(f"{file} is not TOML: {e}") from e
+        _refuse_secrets(values, str(file))
         values = _anchor_paths(values, file.resolve().parent)
     environment = EnvSettingsSource(Config, env_prefix="STENO_", env_nested_delimiter="__", env_ignore_empty=True)
     try:
@@ -290,7 +305,9 @@ def load_config(file: Path | None = None, overrides: list[str] | None = None) ->
     except ValueError as e:
         raise ConfigError(f"environment: {e}") from e
     for override in overrides or []:
-        _merge(values, _parse_override(override))
+        given = _parse_override(override)
+        _refuse_secrets(given, "--set")
+        _merge(values, given)
     try:
         return Config(**values)
     except ValidationError as e:
@@ -321,6 +338,13 @@ def _anchored(value: Any, folder: Path, *, whole: bool) -> Any:
     if not isinstance(value, str):
         return value
     return str(folder / value) if whole or value.partition(":")[0].endswith(".py") else value
+
+
+def _refuse_secrets(values: dict[str, Any], where: str) -> None:
+    engine = values.get("engine")
+    if isinstance(engine, dict) and "api_key" in engine:
+        told = "engine.api_key is a secret; give it in the environment, as STENO_ENGINE__API_KEY"
+        raise ConfigError(f"{where}: {told}")
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from stenograph.traces.store import TraceStore
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from stenograph.engines.vllm import VllmEngine
     from stenograph.loop import Loop
     from stenograph.watching import Watcher
 
@@ -107,11 +108,20 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
 
 
 async def build_engine(config: Config, rendering: Rendering, model: PreTrainedModel | None) -> Engine:
-    """The engine that `config` names, serving `model` or a copy of it. Raises EngineError where it cannot be had."""
+    """The engine that `config` names, serving `model` or a copy of it.
+
+    Raises EngineError where it cannot be had, ConfigError where it is not the engine of `config`'s model.
+    """
     if config.engine.kind == "vllm":
         from stenograph.engines.vllm import VllmEngine
 
-        return await VllmEngine.connect(config.engine)
+        engine = await VllmEngine.connect(config.engine)
+        try:
+            await _check_tokenizer(config, engine, rendering)
+        except BaseException:
+            await engine.aclose()
+            raise
+        return engine
     if config.engine.kind == "scripted":
         from stenograph.engines.scripted import ScriptedEngine, load_script
 
@@ -122,6 +132,22 @@ async def build_engine(config: Config, rendering: Rendering, model: PreTrainedMo
 
     assert model is not None
     return LocalEngine(model, config.engine, seed=config.training.seed)
+
+
+# A little of what tokenizers differ in: words, digits, accents, other scripts, white space, code.
+_PROBE = (
+    "Hello there, naïve wörld: 31415 + 2.71828 = 你好 мир 🙂\n\n\tdef f(x):\n        return x['key'] != None  # ok?"
+)
+
+
+async def _check_tokenizer(config: Config, engine: VllmEngine, rendering: Rendering) -> None:
+    """Raises ConfigError where the server gives a text other ids than `rendering` does: it would read nonsense."""
+    theirs = await engine.tokenize(_PROBE)
+    if theirs is not None and theirs != rendering.encode_text(_PROBE).tolist():
+        raise ConfigError(
+            f"model.path: {config.model.path!r} has another tokenizer than {engine.model!r} at {engine.server}; "
+            "set model.path to the model that this server was started with"
+        )
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from stenograph.rendering import builtin_tokenizer
 from support.listening import rendering
 from support.serving import Server, serving
 from support.vllm import FakeVllm, fake_vllm
@@ -28,8 +29,17 @@ def engine() -> Iterator[FakeVllm]:
 
 
 @pytest.fixture(scope="module")
-def server(engine: FakeVllm) -> Iterator[Server]:
-    with serving("--engine", f"vllm:{engine.url}", "--set", "gateway.on_disconnect=abort") as server:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the tokenizer that the engine has, and no weights."""
+    folder = tmp_path_factory.mktemp("model")
+    builtin_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def server(engine: FakeVllm, model: str) -> Iterator[Server]:
+    named = ("--engine", f"vllm:{engine.url}", "--model", model, "--set", "model.renderer=qwen3")
+    with serving(*named, "--set", "gateway.on_disconnect=abort") as server:
         yield server
 
 
@@ -112,7 +122,7 @@ def test_auxiliary_requests_pass_less_our_session(server: Server, engine: FakeVl
     session = server.open()
     body = b'{"prompt": "abc",  "session_id": "%s"}' % session["id"].encode()
     _, answer = server.raw("POST", "/tokenize?x=1", body, session["api_key"])
-    assert json.loads(answer)["tokens"] == list(b"abc")
+    assert json.loads(answer)["tokens"] == [*RENDERING.encode_text("abc")]
     (seen,) = engine.seen("/tokenize")
     assert (seen["body"], seen["query"]) == ({"prompt": "abc"}, "x=1")
     assert not {"authorization", "x-api-key"} & set(seen["headers"])

@@ -16,6 +16,7 @@ import stenograph
 from stenograph import config as settings
 from stenograph.config import Config, load_config
 from stenograph.errors import ConfigError
+from stenograph.rundir import RunDir
 
 ROOT = Path(stenograph.__file__).parent
 EXAMPLE = ROOT.parents[1] / "examples" / "arithmetic"
@@ -185,6 +186,27 @@ def test_a_bad_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STENO_TRAINING__LERNING", "1")
     with pytest.raises(ConfigError, match=r"unknown setting 'training\.lerning'"):
         load_config()
+
+
+def test_a_secret_comes_from_the_environment_alone_and_is_told_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file, overrides in ((write(tmp_path, "[engine]\napi_key = 'hush'\n"), []), (None, ["engine.api_key=hush"])):
+        with pytest.raises(ConfigError, match=r"engine\.api_key is a secret; .* STENO_ENGINE__API_KEY") as refused:
+            load_config(file, overrides)
+        assert "hush" not in str(refused.value)
+    monkeypatch.setenv("STENO_ENGINE__API_KEY", "hush")
+    config = load_config()
+    assert config.engine.api_key is not None
+    assert config.engine.api_key.get_secret_value() == "hush"
+    RunDir.create(tmp_path / "run", config)
+    assert "api_key" not in (tmp_path / "run" / "config.toml").read_text()
+    assert "hush" not in repr(config)
+    for wrong in ("hush now", "hush\n", "h\u00fcsh"):
+        monkeypatch.setenv("STENO_ENGINE__API_KEY", wrong)
+        with pytest.raises(ConfigError, match=r"^engine\.api_key: ") as refused:
+            load_config()
+        assert wrong not in str(refused.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

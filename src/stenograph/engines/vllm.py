@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, cast
@@ -31,8 +32,8 @@ class VllmEngine:
 
     def __init__(self, server: str, model: str, capabilities: Capabilities, session: aiohttp.ClientSession) -> None:
         self.server = server
+        self.model = model  # as the server calls it
         self.capabilities = capabilities
-        self._model = model
         self._session = session
         self._open: set[aiohttp.ClientResponse] = set()
         self._paused = False
@@ -41,24 +42,28 @@ class VllmEngine:
     async def connect(cls, config: EngineConfig) -> VllmEngine:
         """Ask the server what it serves, on the event loop that is to generate. Raises EngineError."""
         assert config.url is not None  # the config's validator saw to it
-        server = config.url.rstrip("/").removesuffix("/v1")
+        server = config.url.removesuffix("/v1")
+        key = config.api_key
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # a turn takes as long as it takes
             read_bufsize=2**18,
+            headers={"authorization": f"Bearer {key.get_secret_value()}"} if key is not None else None,
         )
         try:
             model, length = _served(await ask(session, "GET", f"{server}/v1/models"))
+            lengths = [n for n in (config.context_length, length) if n is not None]
+            if not lengths:
+                raise EngineError(f"{server} does not tell its max_model_len; set engine.context_length")
+            capabilities = Capabilities(
+                context_length=min(lengths),
+                logprobs_mode=config.logprobs_mode,
+                constrained=await _knows_structured_outputs(session, server),
+                seeded=True,
+            )
         except BaseException:
             await session.close()
             raise
-        lengths = [n for n in (config.context_length, length) if n is not None]
-        if not lengths:
-            await session.close()
-            raise EngineError(f"{server} does not tell its max_model_len; set engine.context_length")
-        capabilities = Capabilities(
-            context_length=min(lengths), logprobs_mode=config.logprobs_mode, constrained=True, seeded=True
-        )
         return cls(server, model, capabilities, session)
 
     @property
@@ -90,6 +95,17 @@ class VllmEngine:
         if not echoed:  # so vLLM answers a request that was aborted before its first token
             raise EngineUnavailable("the engine ended its stream before the first token; try again", retry_after_s=1)
         raise EngineError(f"the engine's stream ended after {num_ids} tokens without a finish reason")
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """The server's own ids of `text`, special tokens in it recognised; None where it has no /tokenize."""
+        body = orjson.dumps({"model": self.model, "prompt": text, "add_special_tokens": False})
+        try:
+            answer = read_json(await ask(self._session, "POST", f"{self.server}/tokenize", body))
+        except EngineError as e:
+            if e.status == 404:
+                return None
+            raise
+        return _ids(answer.get("tokens") if isinstance(answer, dict) else answer).tolist()
 
     async def pause(self, mode: PauseMode) -> None:
         self._paused = True  # requests wait on the server from here on
@@ -148,7 +164,7 @@ class VllmEngine:
             raise ContextOverflow(len(request.ids), self.capabilities.context_length)
         sampling = request.sampling
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": self.model,
             "prompt": np.ascontiguousarray(request.ids),
             "max_tokens": min(sampling.max_tokens, room),
             "temperature": sampling.temperature,
@@ -273,6 +289,16 @@ def _logprobs(values: Any) -> Logprobs:
     if not isinstance(values, list) or not all(type(v) in (float, int) and abs(v) <= limit for v in values):
         raise EngineError(f"the engine sent a logprob that is no number: {quoted(values)}")
     return np.array(values, np.float32)
+
+
+async def _knows_structured_outputs(session: aiohttp.ClientSession, server: str) -> bool:
+    """Whether a schema is kept to: servers before 0.11 know another field, and ignore this one without a word."""
+    try:
+        answer = read_json(await ask(session, "GET", f"{server}/version"))
+    except EngineError:
+        return False
+    version = re.match(r"(\d+)\.(\d+)", str(answer.get("version"))) if isinstance(answer, dict) else None
+    return version is not None and (int(version[1]), int(version[2])) >= (0, 11)
 
 
 def _served(data: bytes) -> tuple[str, int | None]:

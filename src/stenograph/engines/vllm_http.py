@@ -61,10 +61,12 @@ def read_json(data: bytes) -> Any:
 
 
 def _refusal(response: aiohttp.ClientResponse, body: bytes) -> EngineError:
-    """What a status other than 200 means. Ours to tell are 4xx and 5xx; anything else is a fault of the engine."""
-    status = response.status if 400 <= response.status < 600 else 502
+    """What a status other than 200 means. Ours to tell are 4xx and 5xx, but not 401: the agent's own key was good."""
+    status = response.status if 400 <= response.status < 600 and response.status != 401 else 502
     retry_after_s = _seconds(response.headers.get("retry-after"))
     message = f"the engine answered {response.status}: {words(body)}"
+    if response.status == 401:
+        message += "; set STENO_ENGINE__API_KEY to the key that its server was started with (--api-key)"
     if status == 503:
         return EngineUnavailable(message, retry_after_s=retry_after_s)
     return EngineError(message, status=status, retry_after_s=retry_after_s)

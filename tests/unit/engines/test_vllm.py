@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
 from stenograph.config import EngineConfig
 from stenograph.engines.base import Chunk, Generate
 from stenograph.engines.vllm import VllmEngine, _events
 from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable
 from stenograph.types import Sampling
+from support.listening import rendering
 from support.models import Weights, tiny_model
 from support.vllm import FakeVllm, fake_vllm
 
@@ -417,6 +419,60 @@ async def test_the_server_says_what_it_serves(server: FakeVllm) -> None:
         can = engine.capabilities
         assert (engine.server, can.context_length, can.logprobs_mode) == (server.url, length, "processed")
         assert (can.constrained, can.seeded, can.experts, can.live_weights) == (True, True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "constrained"),
+    [
+        (("--version", "0.10.2"), False),
+        (("--version", "0.11.0"), True),
+        (("--version", "0.11.0rc1"), True),
+        (("--version", "0.9.12"), False),
+        (("--version", "0.11"), True),
+        (("--version", "1.0.0+cu130"), True),
+        (("--version", "0.1.dev1+g29283e8"), False),
+        (("--version", "dev"), False),
+        (("--version", ""), False),
+        (("--without", "/version"), False),
+    ],
+)
+async def test_a_schema_is_kept_to_by_servers_that_know_how_it_is_asked(
+    options: tuple[str, ...], constrained: bool
+) -> None:
+    with fake_vllm(*options) as server:
+        engine = await VllmEngine.connect(EngineConfig(kind="vllm", url=server.url))
+        await engine.aclose()
+    assert engine.capabilities.constrained is constrained
+
+
+async def test_a_guarded_server_is_given_its_key() -> None:
+    with fake_vllm("--api-key", "the-key") as server:
+        engine = await VllmEngine.connect(EngineConfig(kind="vllm", url=server.url, api_key=SecretStr("the-key")))
+        server.play({"ids": [1, 2]})
+        try:
+            assert joined(await read(engine))[0] == [1, 2]
+        finally:
+            await engine.aclose()
+        for key in (None, SecretStr("another")):
+            with pytest.raises(EngineError, match="STENO_ENGINE__API_KEY") as caught:
+                await VllmEngine.connect(EngineConfig(kind="vllm", url=server.url, api_key=key))
+            assert caught.value.status == 502  # nothing is wrong with the agent's own key
+            assert "another" not in str(caught.value)
+
+
+async def test_a_server_tells_its_ids(engine: VllmEngine, server: FakeVllm) -> None:
+    assert await engine.tokenize("a é!") == [*rendering().encode_text("a é!")]
+    (request,) = server.seen("/tokenize")
+    assert request["body"] == {"model": "tiny", "prompt": "a é!", "add_special_tokens": False}
+
+
+async def test_a_server_may_keep_its_ids() -> None:
+    with fake_vllm("--without", "/tokenize") as server:
+        engine = await VllmEngine.connect(EngineConfig(kind="vllm", url=server.url))
+        try:
+            assert await engine.tokenize("a") is None
+        finally:
+            await engine.aclose()
 
 
 async def test_weights_stay(engine: VllmEngine) -> None:
