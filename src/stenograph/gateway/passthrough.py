@@ -1,4 +1,4 @@
-"""Auxiliary requests, to the engine's own server and back byte for byte, less what is ours: keys and session ids."""
+"""Auxiliary requests, to the engine's own server and back byte for byte, but for what is ours: keys, session ids."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from urllib.parse import quote
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, MultiMapping
+from pydantic import SecretStr
 from yarl import URL
 
 from stenograph.dialects.base import own_session
@@ -27,10 +28,14 @@ _KEEP_ALIVE_S = 3.0  # uvicorn closes an idle connection after 5; a request sent
 
 
 class Passthrough:
-    """Speaks to one server. Nothing of one client's answer, such as a cookie, is kept for another's request."""
+    """Speaks to one server, with `api_key` where it asks for one.
 
-    def __init__(self, server: str) -> None:
+    Nothing of one client's answer, such as a cookie, is kept for another's request.
+    """
+
+    def __init__(self, server: str, api_key: SecretStr | None = None) -> None:
         self._server = server.rstrip("/")
+        self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None  # made on the loop that serves
         self._open: set[aiohttp.ClientResponse] = set()
 
@@ -78,6 +83,8 @@ class Passthrough:
         _, mark, query = request.raw_path.partition("?")
         url = URL(self._server + quote(path, safe="/:@!$&'()*+,;=~") + mark + query, encoded=True)
         headers, sent = _sent_on(request.headers, path), without_session(body)
+        if self._api_key is not None:
+            headers["authorization"] = f"Bearer {self._api_key.get_secret_value()}"
         try:
             return await self._session.request(
                 request.method, url, headers=headers, data=sent or None, allow_redirects=False

@@ -18,6 +18,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from multidict import MultiMapping
+from pydantic import SecretStr
 from yarl import URL
 
 from stenograph.errors import EngineUnavailable
@@ -83,7 +84,7 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def between(engine: Handler, host: str = "127.0.0.1") -> AsyncIterator[Between]:
+async def between(engine: Handler, host: str = "127.0.0.1", api_key: SecretStr | None = None) -> AsyncIterator[Between]:
     """A client, the pass-through, and an engine that answers by `engine`."""
     state = Between("")
 
@@ -98,7 +99,7 @@ async def between(engine: Handler, host: str = "127.0.0.1") -> AsyncIterator[Bet
             raise
 
     async with serving(answer) as engine_url:
-        passthrough = Passthrough(engine_url.replace("127.0.0.1", host))
+        passthrough = Passthrough(engine_url.replace("127.0.0.1", host), api_key)
 
         async def forward(request: web.Request) -> web.StreamResponse:
             try:
@@ -175,6 +176,14 @@ async def test_keys_hosts_and_hops_stay_here() -> None:
         "text/plain",
         "identity",
     )
+
+
+async def test_the_engines_own_key_takes_the_place_of_the_clients() -> None:
+    async with between(ok, api_key=SecretStr("the-engine's")) as state:
+        await state.send(body=b"{}", authorization="Bearer k", x_api_key="k")
+        await state.send(method="GET")
+        assert [s.headers["authorization"] for s in state.seen] == ["Bearer the-engine's"] * 2
+        assert "x-api-key" not in state.seen[0].headers
 
 
 async def test_nothing_is_added_to_a_request() -> None:
