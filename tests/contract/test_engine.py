@@ -93,12 +93,12 @@ async def test_a_closed_iterator_leaves_the_engine_serving(engine: Engine) -> No
 
 async def test_a_paused_engine_starts_nothing(engine: Engine) -> None:
     await engine.pause("finish")
-    assert engine.paused
+    assert await engine.is_paused()
     turn = asyncio.create_task(read(engine, asked(3)))
     await asyncio.sleep(0.05)
     assert not turn.done()
     await engine.resume()
-    assert not engine.paused
+    assert not await engine.is_paused()
     assert (await turn)[-1].finish_reason == "length"
 
 

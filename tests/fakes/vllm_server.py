@@ -72,6 +72,7 @@ class Server:
         app.router.add_get("/health", self.health)
         app.router.add_post("/pause", self.pause)
         app.router.add_post("/resume", self.resume)
+        app.router.add_get("/is_paused", lambda _: self.said({"is_paused": not self.running.is_set()}))
         app.router.add_post("/sleep", self.sleep)
         app.router.add_post("/wake_up", self.wake_up)
         app.router.add_post("/fake/script", self.script)

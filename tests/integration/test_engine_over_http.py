@@ -170,3 +170,16 @@ def test_ids_are_shown_where_they_are_asked_for(server: Server, engine: FakeVllm
     assert answer["prompt_token_ids"] == engine.seen()[0]["body"]["prompt"]
     assert len(answer["choices"][0]["logprobs"]["content"]) == len(SAID)
     assert "prompt_token_ids" not in ask(server, session)
+
+
+def test_an_engine_paused_by_its_owner_is_waited_for_and_then_busy(engine: FakeVllm, model: str) -> None:
+    arguments = ("--engine", f"vllm:{engine.url}", "--model", model, "--set", "model.renderer=qwen3")
+    with serving(*arguments, "--set", "gateway.idle_timeout_s=0.5") as server:
+        engine.play({"ids": SAID})
+        session = server.open()
+        server.raw("POST", "/pause?mode=keep", b"")
+        body = json.dumps(ASK).encode()
+        status, error = server.refused("POST", f"/s/{session['id']}/v1/chat/completions", body, session["api_key"])
+        assert (status, "paused" in error["message"]) == (429, True)
+        server.raw("POST", "/resume", b"")
+        assert ask(server, session)["choices"][0]["message"]["content"] == "Hello there."

@@ -72,9 +72,8 @@ class Engine(Protocol):
         """Address of the engine's own HTTP server; None where it has none."""
         ...
 
-    @property
-    def paused(self) -> bool:
-        """Whether requests wait for `resume`."""
+    async def is_paused(self) -> bool:
+        """Whether requests wait for `resume`, whoever paused it."""
         ...
 
     def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]: ...

@@ -68,8 +68,7 @@ class LocalEngine:
     def server(self) -> None:
         return None
 
-    @property
-    def paused(self) -> bool:
+    async def is_paused(self) -> bool:
         return not self._open
 
     async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:

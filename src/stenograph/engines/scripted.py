@@ -69,8 +69,7 @@ class ScriptedEngine:
     def server(self) -> None:
         return None
 
-    @property
-    def paused(self) -> bool:
+    async def is_paused(self) -> bool:
         return not self._running.is_set()
 
     async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:

@@ -36,7 +36,6 @@ class VllmEngine:
         self.capabilities = capabilities
         self._session = session
         self._open: set[aiohttp.ClientResponse] = set()
-        self._paused = False
 
     @classmethod
     async def connect(cls, config: EngineConfig) -> VllmEngine:
@@ -66,9 +65,13 @@ class VllmEngine:
             raise
         return cls(server, model, capabilities, session)
 
-    @property
-    def paused(self) -> bool:
-        return self._paused
+    async def is_paused(self) -> bool:
+        """Asks the server. One that has no such address, or does not answer, is not known to be paused."""
+        try:
+            told = read_json(await ask(self._session, "GET", f"{self.server}/is_paused"))
+        except EngineError:
+            return False
+        return isinstance(told, dict) and told.get("is_paused") is True
 
     async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
         """Raises ContextOverflow, EngineUnavailable where nothing was generated, EngineError for any answer unsound."""
@@ -108,16 +111,10 @@ class VllmEngine:
         return _ids(answer.get("tokens") if isinstance(answer, dict) else answer).tolist()
 
     async def pause(self, mode: PauseMode) -> None:
-        self._paused = True  # requests wait on the server from here on
-        try:
-            await self._control(f"/pause?mode={_PAUSE_MODES[mode]}")
-        except EngineError:
-            self._paused = False
-            raise
+        await self._control(f"/pause?mode={_PAUSE_MODES[mode]}")
 
     async def resume(self) -> None:
         await self._control("/resume")
-        self._paused = False
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """A vLLM server cannot be given new weights: it serves those that it was started with."""

@@ -69,7 +69,8 @@ class Gateway:
         )
         self._turns = Turns(self.engine, self.rendering, self.store, self.config)
         self._answers = Answers(self._turns, self.store, self.config)
-        self._passthrough = Passthrough(self.engine.server) if self.engine.server is not None else None
+        key = self.config.engine.api_key
+        self._passthrough = Passthrough(self.engine.server, key) if self.engine.server is not None else None
         self._admin = SessionRoutes(self.sessions, settings.seal_timeout_s)
         self._runner: web.AppRunner | None = None
         self._expiry: asyncio.Task[None] | None = None

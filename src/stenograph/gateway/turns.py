@@ -207,7 +207,7 @@ class Turns:
                         break
                     idle.reschedule(loop.time() + self._idle_timeout_s)
         except TimeoutError as e:
-            if self._engine.paused:
+            if await self._engine.is_paused():
                 told = f"the engine has been paused for {self._idle_timeout_s:g} s; try again"
                 raise EngineError(told, status=429, retry_after_s=_RETRY_AFTER_S) from e
             told = f"the engine sent nothing for {self._idle_timeout_s:g} s; is it alive? (gateway.idle_timeout_s)"

@@ -483,11 +483,11 @@ async def test_weights_stay(engine: VllmEngine) -> None:
 async def test_a_sleeping_server_is_unavailable(engine: VllmEngine) -> None:
     await engine.health()
     await engine.sleep()
-    assert engine.paused
+    assert await engine.is_paused()
     with pytest.raises(EngineUnavailable):
         await engine.health()
     await engine.wake()
-    assert not engine.paused
+    assert not await engine.is_paused()
     await engine.health()
 
 
@@ -499,4 +499,4 @@ async def test_pause_says_how_and_what_it_needs(engine: VllmEngine, server: Fake
     engine.server = server.url + "/production"
     with pytest.raises(EngineError, match=r"has no /pause; start vLLM with VLLM_SERVER_DEV_MODE=1"):
         await engine.pause("finish")
-    assert not engine.paused
+    assert not await engine.is_paused()
