@@ -55,9 +55,9 @@ BODIES = objects(messages=st.just([{"role": "user"}]) | MESSAGES | VALUES, tools
 @settings(max_examples=400, deadline=None)
 def test_any_json_is_read_or_refused(body: Any) -> None:
     try:
-        chat.parse_request(json.dumps(body).encode())
+        assert chat.parse_request(json.dumps(body).encode()).conversation.messages
     except RequestError as e:
-        json.loads(chat.error(e).body)
+        assert json.loads(chat.error(e).body)["error"]["message"] == str(e)
 
 
 DEEP = "[" * 500 + "]" * 500

@@ -317,9 +317,9 @@ BODIES = objects(
 def test_any_json_is_read_or_refused(body: Any) -> None:
     for parse in (messages.parse_request, messages.parse_count):
         try:
-            parse(json.dumps(body).encode())
+            assert parse(json.dumps(body).encode()).conversation.messages
         except RequestError as e:
-            json.loads(messages.error(e).body)
+            assert json.loads(messages.error(e).body)["error"]["message"] == str(e)
 
 
 @pytest.mark.parametrize(

@@ -235,9 +235,9 @@ def test_any_json_is_read_or_refused(body: Any) -> None:
     try:
         request = responses.parse_request(json.dumps(body).encode())
     except RequestError as e:
-        json.loads(responses.error(e).body)
+        assert json.loads(responses.error(e).body)["error"]["message"] == str(e)
     else:
-        json.loads(make_writer(request).whole([make_answered(Reply("x"))]))
+        assert json.loads(make_writer(request).whole([make_answered(Reply("x"))]))["status"] == "completed"
 
 
 @pytest.mark.parametrize(
