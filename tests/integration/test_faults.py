@@ -19,7 +19,7 @@ from stenograph.engines.scripted import Line, ScriptedEngine
 from stenograph.errors import TraceError
 from stenograph.gateway.calls import Call
 from stenograph.traces.memory import MemoryTraceStore
-from stenograph.traces.tree import TurnState
+from stenograph.traces.trace import TurnState
 from support.listening import CHAT, Session, becomes, chat_body, listening, rendering, say
 
 RENDERING = rendering()

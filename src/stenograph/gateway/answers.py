@@ -16,8 +16,9 @@ from stenograph.errors import RequestError, StenographError
 from stenograph.gateway.calls import Call, State
 from stenograph.gateway.sessions import Session
 from stenograph.gateway.turns import Turns
+from stenograph.traces.digests import conversation_digest
 from stenograph.traces.store import TraceStore
-from stenograph.traces.tree import TurnState, conversation_digest
+from stenograph.traces.trace import TurnState
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from stenograph.dialects.base import Answered, Request
 from stenograph.errors import RequestError
-from stenograph.traces.tree import TraceTree
+from stenograph.traces.trace import TraceTree
 from stenograph.types import Message
 
 _PREFIX = "resp_"

@@ -11,7 +11,7 @@ from typing import Any
 from stenograph.errors import TraceError
 from stenograph.traces.samples import flatten, mask_reason
 from stenograph.traces.store import Disposition, Drift, Ledger, SessionInfo, State
-from stenograph.traces.tree import TraceTree, TurnState
+from stenograph.traces.trace import TraceTree, TurnState
 from stenograph.types import Sample, Turn
 
 

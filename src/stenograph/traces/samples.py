@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stenograph.traces.tree import TraceTree
+from stenograph.traces.trace import TraceTree
 from stenograph.types import Sample, Sampling, Turn, TurnSpan
 
 

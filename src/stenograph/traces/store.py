@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from stenograph.traces.tree import TraceTree, TurnState
+from stenograph.traces.trace import TraceTree, TurnState
 from stenograph.types import Sample, Turn
 
 State = Literal["open", "sealed"]

@@ -1,231 +1,229 @@
-"""Prefix tree of turns: a path's ids are exactly what the engine saw."""
+"""A tree of values by sequences of labels: any depth, no recursion, and nothing in it points back up.
+
+Without a way up there are no cycles, so that a tree goes with its last reference; paths come from searching.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
-import numpy as np
-import orjson
+Label = TypeVar("Label", bound=Hashable)
+Value = TypeVar("Value")
 
-from stenograph.errors import TraceError
-from stenograph.types import Conversation, Ids, Message, Tool, Turn
-
-TurnState = Literal["committed", "delivered", "undelivered"]
-EMPTY: Ids = np.empty(0, np.int32)
+_ABSENT: Any = object()  # None is a value
 
 
-@dataclass(slots=True, eq=False)
-class Node:
-    """The ids that one node adds to its parent's path. `turn` is set on output nodes, which are never split."""
+class Node(Generic[Label, Value]):
+    """One label below its parent. `children` is in the order of insertion."""
 
-    id: int
-    parent: Node | None
-    start: int  # tokens before this node on its path
-    ids: Ids
-    turn: str | None = None
-    children: list[Node] = field(default_factory=list)
+    __slots__ = ("_held", "children", "released")
+
+    def __init__(self) -> None:
+        self.children: dict[Label, Node[Label, Value]] = {}
+        self.released = False
+        self._held: Value = _ABSENT
 
     @property
-    def kind(self) -> Literal["context", "output"]:
-        return "context" if self.turn is None else "output"
+    def has_value(self) -> bool:
+        return self._held is not _ABSENT
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
+    def value(self) -> Value:
+        """Raises LookupError where there is none."""
+        if self._held is _ABSENT:
+            raise LookupError("this node has no value")
+        return self._held
+
+    def __repr__(self) -> str:
+        held = f"value={self._held!r}, " if self.has_value else ""
+        return f"Node({held}{len(self.children)} children)"
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
-    """The deepest recorded turn that a conversation continues; messages[:num_known] are recorded."""
+class Match(Generic[Label, Value]):
+    """How far a key is in the tree: `length` labels, along `nodes`, the one where it starts first."""
 
-    turn: str
-    num_known: int
+    length: int
+    nodes: tuple[Node[Label, Value], ...]
 
 
-class TraceTree:
-    """One session's turns. Not thread-safe: its store serialises access."""
+def _grown(node: Node[Label, Value], labels: Iterable[Label]) -> Node[Label, Value]:
+    """The end of a chain of new nodes below `node`."""
+    for label in labels:
+        node.children[label] = child = Node()
+        node = child
+    return node
+
+
+class PrefixTree(Generic[Label, Value]):
+    """Maps keys (sequences of labels) to values. The empty key is the root's. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._root = Node(0, None, 0, EMPTY)
-        self._num_nodes = 1
-        self.turns: dict[str, Turn] = {}
-        self.parents: dict[str, str | None] = {}
-        self.states: dict[str, TurnState] = {}
-        self._nodes: dict[str, Node] = {}
-        self._digests: dict[str, bytes] = {}  # turn -> digest of its conversation, reply included
-        self._after: dict[bytes, list[str]] = {}  # and back: siblings may say the same
+        self.root: Node[Label, Value] = Node()
 
-    def match(self, conversation: Conversation) -> Match | None:
-        """Find the deepest turn whose conversation and reply are the first messages of `conversation`."""
-        known: Match | None = None
-        digest = _tools_digest(conversation.tools)
-        for num_known, message in enumerate(conversation.messages):
-            if digest in self._after:
-                known = Match(self._meant(digest, conversation.messages[num_known - 1]), num_known)
-            digest = _extend(digest, message)
-        return known
+    def insert(self, key: Iterable[Label], value: Value, *, at: Node[Label, Value] | None = None) -> Node[Label, Value]:
+        """Put `value` under `key`, in place of what is there; with `at`, `key` goes on from that node.
 
-    def add(self, turn: Turn, parent: str | None) -> int | None:
-        """Hang `turn` below `parent`'s output, or, with no parent, below the longest recorded prefix of its ids.
-
-        Returns the position at which its context leaves what other turns were told: a fork. None where it is new at
-        the end of a branch, or all of it was told before: such a turn is a sibling.
+        One look-up a label. Raises LookupError where `at` was released.
         """
-        return self.add_siblings((turn,), parent)[0]
-
-    def add_siblings(self, turns: Sequence[Turn], parent: str | None) -> list[int | None]:
-        """Add turns that answer one and the same request, all or none of them."""
-        before = _tools_digest(turns[0].tools) if parent is None else self._digests[parent]
-        digests = [_digest(before, (*turn.messages, turn.reply.message())) for turn in turns]
-        for turn in turns:
-            if turn.id in self.turns:
-                raise TraceError(f"turn {turn.id} is recorded already")
-        # From here on nothing fails.
-        for turn, digest in reversed(list(zip(turns, digests, strict=True))):
-            self._after.setdefault(digest, []).append(turn.id)
-        return [self._hang(turn, parent, digest) for turn, digest in zip(turns, digests, strict=True)]
-
-    def _meant(self, digest: bytes, message: Message) -> str:
-        """Of turns whose replies are equal, the one whose calls' ids came back; else the first choice told last."""
-        turns = self._after[digest]
-        ids = [call.id for call in message.tool_calls]
-        same = (turn for turn in turns if [call.id for call in self.turns[turn].reply.tool_calls] == ids)
-        return next(same, turns[-1]) if ids else turns[-1]
-
-    def _hang(self, turn: Turn, parent: str | None, digest: bytes) -> int | None:
-        node, shared = self._descend(self._root if parent is None else self._nodes[parent], turn.context_ids)
-        fork = None
-        if shared < len(turn.context_ids):
-            fork = node.end if node.children else None
-            node = self._new_node(node, turn.context_ids[shared:])
-        self._nodes[turn.id] = self._new_node(node, turn.output_ids, turn.id)
-        self.turns[turn.id] = turn
-        self.parents[turn.id] = parent
-        self.states[turn.id] = "committed"
-        self._digests[turn.id] = digest
-        return fork
-
-    def path_ids(self, turn: str) -> Ids:
-        """Ids of a turn's prompt and output, as the engine saw them."""
-        return np.concatenate([node.ids for node in self._path(self._nodes[turn])])
-
-    def conversation(self, turn: str) -> Conversation:
-        """What `turn` answered: the messages of the turns before it, their replies among them, and its own."""
-        messages: list[Message] = []
-        for name in self._lineage(turn):
-            messages += self.turns[name].messages
-            if name != turn:
-                messages.append(self.turns[name].reply.message())
-        return Conversation(tuple(messages), self.turns[turn].tools)
-
-    def path_turns(self, turn: str) -> list[str]:
-        """The turns whose outputs lie on the path to `turn`, oldest first, `turn` included."""
-        return [node.turn for node in self._path(self._nodes[turn]) if node.turn is not None]
-
-    def node(self, turn: str) -> Node:
-        return self._nodes[turn]
-
-    def leaves(self) -> list[str]:
-        """Turns that no other turn continues, oldest first: one per branch."""
-        return [turn for turn in self.turns if not self._nodes[turn].children]
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the empty root, parents before children."""
-        stack = list(reversed(self._root.children))
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(reversed(node.children))
-
-    def _descend(self, node: Node, ids: Ids) -> tuple[Node, int]:
-        """Follow `ids` down from `node` as far as they are recorded, splitting the context node where they leave it."""
-        position = 0
-        while True:
-            child, common = max(
-                ((child, _common_prefix(child.ids, ids[position:])) for child in node.children),
-                key=lambda pair: pair[1],
-                default=(None, 0),
-            )
-            # A rendered path enters a sampled node only as a whole: part of an output is not something that was sent.
-            if child is None or common == 0 or (child.kind == "output" and common < len(child.ids)):
-                return node, position
-            position += common
-            if common < len(child.ids):
-                return self._split(child, common), position
+        node = self.root if at is None else at
+        if node.released:
+            raise LookupError("this node was released from its tree; search for one that is in it")
+        labels = iter(key)
+        new: Node[Label, Value] = Node()
+        for label in labels:
+            child = node.children.setdefault(label, new)
+            if child is new:
+                try:
+                    node = _grown(new, labels)
+                except BaseException:  # a label that cannot be one: then nothing of the key is left behind
+                    del node.children[label]
+                    raise
+                break
             node = child
-
-    def _split(self, node: Node, at: int) -> Node:
-        """Cut a context node in two, so that another branch can begin at token `at`; returns the upper part."""
-        assert node.parent is not None
-        upper = Node(self._num_nodes, node.parent, node.start, node.ids[:at], children=[node])
-        self._num_nodes += 1
-        siblings = node.parent.children
-        siblings[siblings.index(node)] = upper
-        node.parent, node.start, node.ids = upper, upper.end, node.ids[at:]
-        return upper
-
-    def _new_node(self, parent: Node, ids: Ids, turn: str | None = None) -> Node:
-        node = Node(self._num_nodes, parent, parent.end, ids, turn)
-        self._num_nodes += 1
-        parent.children.append(node)
+        node._held = value
         return node
 
-    def _lineage(self, turn: str) -> list[str]:
-        """The turns that `turn` continues, oldest first, and itself."""
-        lineage = [turn]
-        while (parent := self.parents[lineage[-1]]) is not None:
-            lineage.append(parent)
-        return lineage[::-1]
+    def search(
+        self, key: Iterable[Label], valued: bool = False, *, at: Node[Label, Value] | None = None
+    ) -> Match[Label, Value]:
+        """Follow `key` as far as it goes, from the root or from `at`.
 
-    @staticmethod
-    def _path(node: Node) -> list[Node]:
-        path = []
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
+        With `valued`, only down to the deepest node that has a value; where none has, there are no nodes.
+        """
+        node = self.root if at is None else at
+        nodes = [node]
+        num_valued = 1 if node.has_value else 0  # nodes up to the deepest value
+        for label in key:
+            child = node.children.get(label)
+            if child is None:
+                break
+            node = child
+            nodes.append(node)
+            if node._held is not _ABSENT:
+                num_valued = len(nodes)
+        if valued:
+            del nodes[num_valued:]
+        return Match(max(len(nodes) - 1, 0), tuple(nodes))
 
+    def keys(self) -> Iterator[tuple[Label, ...]]:
+        """Every key, depth first, siblings as they were inserted; the tree must stay as it is meanwhile."""
+        if self.root.has_value:
+            yield ()
+        path: list[Label] = []
+        below = [iter(self.root.children.items())]
+        while below:
+            label, node = next(below[-1], (None, None))
+            if node is None:
+                below.pop()
+                if path:
+                    path.pop()
+                continue
+            path.append(cast("Label", label))
+            below.append(iter(node.children.items()))
+            if node.has_value:
+                yield tuple(path)
 
-def _common_prefix(a: Ids, b: Ids) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+    def release(self, key: Iterable[Label] | None = None, on_release: Callable[[Value], object] | None = None) -> int:
+        """Let go of one key's value, or of all, children before their parents; returns how many values went.
 
+        With a key: what is below it stays, and nodes that hold nothing any more go with it; an unknown key is 0. What
+        `on_release` raises stops nothing, is nobody's second release, and comes back in an ExceptionGroup at the end.
+        """
+        gone = self._drain() if key is None else self._prune(list(key))
+        errors: list[BaseException] = []
+        for value in gone:
+            if on_release is not None:
+                try:
+                    on_release(value)
+                except BaseException as e:
+                    errors.append(e)
+        if errors:
+            raise BaseExceptionGroup(f"{len(errors)} of {len(gone)} values were not released cleanly", errors)
+        return len(gone)
 
-def _canonical(arguments: str) -> str:
-    """Arguments in one spelling. A protocol that carries them as an object loses the model's own on the way."""
-    try:
-        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-        return arguments
+    def _drain(self) -> list[Value]:
+        """Empty the tree; its values, children before their parents."""
+        preorder = [node for _, node in self._nodes()]
+        self.root = Node()
+        values = []
+        for node in reversed(preorder):  # siblings come last first, and that is no parent before its child
+            if node.has_value:
+                values.append(node.value)
+            node._held, node.released = _ABSENT, True
+            node.children = {}
+        return values
 
+    def _prune(self, key: list[Label]) -> list[Value]:
+        """Take the value of `key` out, and the nodes that are then for nothing."""
+        match = self.search(key)
+        node = match.nodes[-1]
+        if match.length < len(key) or not node.has_value:
+            return []
+        value, node._held = node.value, _ABSENT
+        for depth in range(len(key), 0, -1):
+            node = match.nodes[depth]
+            if node.children or node.has_value:
+                break
+            node.released = True
+            del match.nodes[depth - 1].children[key[depth - 1]]
+        return [value]
 
-def conversation_digest(conversation: Conversation) -> bytes:
-    """Equal for conversations that say the same to the model."""
-    return _digest(_tools_digest(conversation.tools), conversation.messages)
+    # --- as one flat list: copied, pickled and compared without recursion ------------------------------------------
 
+    def _nodes(self) -> Iterator[tuple[Label | None, Node[Label, Value]]]:
+        """Every node with its label, parents before children; the root has none."""
+        stack: list[tuple[Label | None, Node[Label, Value]]] = [(None, self.root)]
+        while stack:
+            label, node = stack.pop()
+            yield label, node
+            stack.extend(reversed(node.children.items()))
 
-def _digest(digest: bytes, messages: Iterable[Message]) -> bytes:
-    for message in messages:
-        digest = _extend(digest, message)
-    return digest
+    def __getstate__(self) -> list[tuple[Label | None, int, tuple[Value, ...]]]:
+        """Nodes in preorder: label, number of children, and the value, if any."""
+        return [(label, len(node.children), (node.value,) if node.has_value else ()) for label, node in self._nodes()]
 
+    def __setstate__(self, state: list[tuple[Label | None, int, tuple[Value, ...]]]) -> None:
+        self.root = Node()
+        waiting: list[tuple[Node[Label, Value], int]] = []  # nodes, and how many of their children are to come
+        for i, (label, num_children, held) in enumerate(state):
+            node = self.root if i == 0 else Node()
+            if i:
+                while waiting[-1][1] == 0:
+                    waiting.pop()
+                parent, num_left = waiting.pop()
+                parent.children[cast("Label", label)] = node
+                waiting.append((parent, num_left - 1))
+            if held:
+                (node._held,) = held
+            waiting.append((node, num_children))
 
-def _tools_digest(tools: tuple[Tool, ...]) -> bytes:
-    # Parameters are written apart: as deep as they may be, they are not deeper for being in a list.
-    described = [(t.name, t.description, orjson.dumps(t.parameters, option=orjson.OPT_SORT_KEYS)) for t in tools]
-    written = orjson.dumps([(name, told, parameters.decode()) for name, told, parameters in described])
-    return hashlib.blake2b(written, digest_size=16).digest()
+    def __len__(self) -> int:
+        """How many keys have a value."""
+        return sum(node.has_value for _, node in self._nodes())
 
+    def __bool__(self) -> bool:
+        """Whether there is anything in it."""
+        return self.root.has_value or bool(self.root.children)
 
-def _extend(digest: bytes, message: Message) -> bytes:
-    """Digest of the conversation that ends with `message`, from the digest of what came before it.
+    def __eq__(self, other: object) -> bool:
+        """Whether the keys and their values are equal; the order of siblings does not count."""
+        if not isinstance(other, PrefixTree):
+            return NotImplemented
+        pairs = [(self.root, other.root)]
+        while pairs:
+            mine, theirs = pairs.pop()
+            if mine.has_value != theirs.has_value or (mine.has_value and mine.value != theirs.value):
+                return False
+            if mine.children.keys() != theirs.children.keys():
+                return False
+            pairs += [(node, theirs.children[label]) for label, node in mine.children.items()]
+        return True
 
-    Ids of calls are left out: clients replace them, and what the model sees of a call is its name and arguments.
-    """
-    calls = [[call.name, _canonical(call.arguments)] for call in message.tool_calls]
-    seen = orjson.dumps([message.role, message.content, message.reasoning, calls, message.name])
-    return hashlib.blake2b(digest + seen, digest_size=16).digest()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        num_nodes = sum(1 for _ in self._nodes())
+        return f"PrefixTree({len(self)} values, {num_nodes} nodes)"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stenograph.errors import TraceError
-from stenograph.traces.tree import TraceTree
+from stenograph.traces.trace import TraceTree
 from stenograph.types import Conversation, Message, Reply, Tool, ToolCall
 from support.turns import asking, make_turn, user
 
