@@ -130,7 +130,8 @@ class Reply:
 class Turn:
     """One recorded call, as a difference to the turn that it continues.
 
-    `context_ids` and `messages` are what came after that turn (everything, where it continues none). Where the agent
+    `context_ids` and `messages` are what came after that turn (everything, where it continues none; in a tree, less
+    the ids that another turn was told before). Where the agent
     had begun the reply itself (a prefill), its tokens are context, and `reply` is both as one text.
     `versions` are spans (start offset in output_ids, policy version); the first starts at 0.
     """

@@ -54,7 +54,8 @@ def _branch(
         turn, node = tree.turns[name], tree.node(name)
         here = slice(node.start, node.end)
         rollout_logprobs[here] = turn.rollout_logprobs
-        versions[here] = _versions(turn)
+        for start, version in turn.versions:  # each up to where the next one writes over it
+            versions[node.start + start : node.end] = version
         loss_mask[here] = name not in claimed and mask_reason(turn.sampling) is None
         spans.append(_span(turn, node.start))
         claimed.add(name)
@@ -72,11 +73,6 @@ def _branch(
         versions=versions,
         turns=tuple(spans),
     )
-
-
-def _versions(turn: Turn) -> np.ndarray:
-    starts = [start for start, _ in turn.versions] + [len(turn.output_ids)]
-    return np.repeat(np.array([version for _, version in turn.versions], np.int32), np.diff(starts))
 
 
 def _span(turn: Turn, start: int) -> TurnSpan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -103,9 +103,11 @@ class TraceTree:
     def _hang(self, turn: Turn, parent: str | None) -> int | None:
         node, shared = self._descend(self._root if parent is None else self._nodes[parent], turn.context_ids)
         fork = None
-        if shared < len(turn.context_ids):
+        if shared:  # what others were told too is kept once
+            turn = replace(turn, context_ids=turn.context_ids[shared:].copy())
+        if len(turn.context_ids):
             fork = node.end if node.children else None
-            node = self._new_node(node, turn.context_ids[shared:])
+            node = self._new_node(node, turn.context_ids)
         self._nodes[turn.id] = self._new_node(node, turn.output_ids, turn.id)
         self.turns[turn.id] = turn
         self.parents[turn.id] = parent

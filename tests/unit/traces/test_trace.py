@@ -152,3 +152,12 @@ def test_every_path_is_what_was_sent_and_sampled(data: st.DataObject) -> None:
         assert node.start == node.parent.end
         outputs = tree.turns[node.turn].output_ids if node.turn else None
         assert outputs is None or np.array_equal(node.ids, outputs)
+
+
+def test_a_context_in_common_is_kept_once() -> None:
+    tree = TraceTree()
+    system = list(range(20_000))
+    for n in range(30):
+        tree.add(make_turn([*system, 30_000 + n], [1], asked=[user(f"sub-agent {n}")]), None)
+    assert sum(len(node.ids) for node in tree.nodes()) == len(system) + 2 * 30
+    assert sum(len(turn.context_ids) for turn in tree.turns.values()) == len(system) + 1 + 29
