@@ -23,6 +23,14 @@ class Aborted(EngineUnavailable):
         super().__init__("the engine aborted the generation; try again", retry_after_s=1)
 
 
+class Unsound(EngineError):
+    """The engine sent what could not be recorded truly; `num_tokens` of it were sampled all the same."""
+
+    def __init__(self, told: str, num_tokens: int) -> None:
+        super().__init__(f"the engine sent {told}")
+        self.num_tokens = num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """How a turn ended. `shown` is `reply` less what the agent had begun itself."""
@@ -216,16 +224,19 @@ async def checked(
 
 
 def _check(chunk: Chunk, num_ids: int, max_tokens: int, wants_experts: bool) -> None:
-    if len(chunk.ids) != len(chunk.logprobs):
-        told = f"{len(chunk.logprobs)} logprobs for {len(chunk.ids)} tokens; start the engine with logprobs on"
-        raise EngineError(f"the engine sent {told}")
-    if not np.isfinite(chunk.logprobs).all():
-        raise EngineError("the engine sent a logprob that is no number; is the temperature too close to 0?")
-    if num_ids > max_tokens:
-        raise EngineError(f"the engine sent {num_ids} tokens, {max_tokens} were asked")
-    if wants_experts and (0 if chunk.experts is None else len(chunk.experts)) != len(chunk.ids):
-        told = f"no routed experts for {len(chunk.ids)} tokens; start the engine so that it returns them"
-        raise EngineError(f"the engine sent {told}, or set engine.experts = false")
+    num_new = len(chunk.ids)
+    if num_new != len(chunk.logprobs):
+        told = f"{len(chunk.logprobs)} logprobs for {num_new} tokens; start the engine with logprobs on"
+    elif not np.isfinite(chunk.logprobs).all():
+        told = "a logprob that is no number; is the temperature too close to 0?"
+    elif num_ids > max_tokens:
+        told = f"{num_ids} tokens, {max_tokens} were asked"
+    elif wants_experts and (0 if chunk.experts is None else len(chunk.experts)) != num_new:
+        told = f"no routed experts for {num_new} tokens; start the engine so that it returns them"
+        told += ", or set engine.experts = false"
+    else:
+        return
+    raise Unsound(told, num_new)
 
 
 def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

@@ -17,7 +17,7 @@ from stenograph.dialects.base import Answered
 from stenograph.engines.base import Engine, Generate
 from stenograph.errors import ContextOverflow, EngineError, RequestError, StenographError, TraceError, boundary
 from stenograph.gateway.calls import Call, State
-from stenograph.gateway.output import Aborted, Output, checked
+from stenograph.gateway.output import Aborted, Output, Unsound, checked
 from stenograph.gateway.sampling import resolve
 from stenograph.gateway.sessions import Session
 from stenograph.rendering.base import Rendering
@@ -84,6 +84,7 @@ class Turns:
         if not isinstance(e, StenographError):
             log.error("bug while taking a turn", exc_info=e)
         num_tokens = sum(output.num_tokens for output in outputs)
+        num_tokens += e.num_tokens if isinstance(e, Unsound) else 0
         if session.traced and num_tokens:
             aborted = isinstance(e, RequestError | Aborted)
             reason = "commit_failed" if isinstance(e, TraceError) else "aborted" if aborted else "engine_failed"
