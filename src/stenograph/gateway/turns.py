@@ -77,7 +77,7 @@ class Turns:
 
     async def count(self, session: Session, conversation: Conversation, num_bytes: int) -> int:
         """Tokens of the prompt that a turn would have."""
-        return len((await self._prompt(session, conversation, num_bytes)).ids)
+        return len((await self._prompt(session, conversation, None, num_bytes)).ids)
 
     def _fail(self, session: Session, call: Call, outputs: Sequence[Output], e: Exception) -> None:
         """Say so to whoever listens, and account for tokens that nobody will see."""
@@ -101,19 +101,21 @@ class Turns:
         if request.grammar is not None and not capabilities.constrained:
             told = "this engine cannot constrain its output to a JSON schema"
             raise RequestError(f"{told}; leave out response_format (output_config.format, text.format)")
-        prompt = await self._prompt(session, request.conversation, call.num_bytes)
+        prompt = await self._prompt(session, request.conversation, call.labels, call.num_bytes)
         sampling, notes = resolve(request.asked, self._sampling, capabilities, len(prompt.ids))
         call.prepared(len(prompt.ids))
         return prompt, replace(sampling, constrained=request.grammar is not None), request.notes + notes
 
-    async def _prompt(self, session: Session, conversation: Conversation, num_bytes: int) -> _Prompt:
+    async def _prompt(
+        self, session: Session, conversation: Conversation, labels: Sequence[bytes] | None, num_bytes: int
+    ) -> _Prompt:
         """Continue the deepest recorded turn where its ids can be kept, else render from the start: a fork."""
         begun = conversation.messages[-1] if conversation.continues else None
         asked = conversation
         if begun is not None:
             asked = Conversation(conversation.messages[:-1], conversation.tools)
         tree = self._store.tree(session.id) if session.traced else None
-        match = tree.match(asked) if tree is not None else None
+        match = tree.match(asked, labels) if tree is not None else None
         if tree is None or match is None:
             parent, num_known, recorded, split = None, 0, None, 0
         else:

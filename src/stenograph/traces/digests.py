@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import orjson
 
 from stenograph.types import Conversation, Message, Tool
 
 
-def conversation_digest(conversation: Conversation) -> bytes:
-    """Of a conversation as a whole."""
-    labels = (tools_digest(conversation.tools), *message_digests(conversation.messages))
-    return hashlib.blake2b(b"".join(labels), digest_size=16).digest()
+def conversation_labels(conversation: Conversation) -> Sequence[bytes]:
+    """What a conversation is searched by: its tools, then message by message."""
+    return (tools_digest(conversation.tools), *message_digests(conversation.messages))
 
 
 def message_digests(messages: Iterable[Message]) -> Iterator[bytes]:

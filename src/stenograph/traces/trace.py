@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Literal
 
 import numpy as np
 
 from stenograph.errors import TraceError
-from stenograph.traces.digests import message_digests, tools_digest
+from stenograph.traces.digests import conversation_labels, message_digests, tools_digest
 from stenograph.traces.tree import Node as ToldNode
 from stenograph.traces.tree import PrefixTree
 from stenograph.types import Conversation, Ids, Message, Turn
@@ -61,11 +60,15 @@ class TraceTree:
         self._told: PrefixTree[bytes, tuple[str, ...]] = PrefixTree()
         self._told_at: dict[str, ToldNode[bytes, tuple[str, ...]]] = {}
 
-    def match(self, conversation: Conversation) -> Match | None:
-        """Find the deepest turn whose conversation and reply are the first messages of `conversation`, not all."""
+    def match(self, conversation: Conversation, labels: Sequence[bytes] | None = None) -> Match | None:
+        """Find the deepest turn whose conversation and reply are the first messages of `conversation`, not all.
+
+        `labels` are the conversation's where they are known already; what follows them does not count.
+        """
         messages = conversation.messages
-        labels = chain((tools_digest(conversation.tools),), message_digests(messages[:-1]))
-        found = self._told.search(labels, valued=True)
+        if labels is None:
+            labels = conversation_labels(conversation)
+        found = self._told.search(labels[: len(messages)], valued=True)  # all but the last message
         if not found.nodes:
             return None
         num_known = found.length - 1
