@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -17,7 +17,8 @@ class ConfigError(StenographError):
 class RequestError(StenographError):
     """The agent's request is wrong; its dialect renders it as a 4xx.
 
-    `code` is the protocol's machine-readable word where it has one; `retry` tells SDKs whether trying again can help.
+    `code` is the protocol's machine-readable word where it has one; `retry` tells SDKs whether trying again can help;
+    `headers` go out with it.
     """
 
     def __init__(
@@ -28,12 +29,14 @@ class RequestError(StenographError):
         code: str | None = None,
         param: str | None = None,
         retry: bool = True,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
         self.retry = retry
+        self.headers = headers or {}
 
 
 class RolloutError(StenographError):

@@ -137,6 +137,7 @@ def failure(exception: Exception) -> Failure:
         case RequestError():
             status, code, param = exception.status, exception.code, exception.param
             kind = _KINDS.get(status, "invalid_request")
+            headers.update(exception.headers)
             if not exception.retry:
                 headers["x-should-retry"] = "false"
         case EngineError():

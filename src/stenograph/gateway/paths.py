@@ -70,7 +70,7 @@ def is_engine_control(path: str) -> bool:
 
 def is_unrecorded_generation(method: str, path: str) -> bool:
     """Whether the engine would sample tokens there that no session would hear of."""
-    if method.upper() != "POST" or is_generation(method, path) or path == COUNT_TOKENS:
+    if method.upper() != "POST" or path in POSTED:
         return False
     return _first(path) in _SAMPLES and path.rpartition("/")[2] not in ("render", "cancel", "input_tokens")
 

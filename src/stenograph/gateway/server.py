@@ -180,7 +180,8 @@ class Gateway:
         if is_admin and self._passthrough is not None:
             return
         if path in paths.POSTED:
-            raise RequestError(f"{path} answers POST alone, not {method}", status=405, retry=False)
+            told = f"{path} answers POST alone, not {method}"
+            raise RequestError(told, status=405, retry=False, headers={"allow": "POST"})
         if (address := paths.meant(path)) is not None:
             told = f"{path} is not an address of this gateway; did you mean {address}?"
             told += " an OpenAI base URL ends in /v1, the Anthropic base URL has no /v1"
@@ -197,7 +198,6 @@ class Gateway:
 
 
 _REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # who listens on every address is found at this one
-_HINTS = {405: {"allow": "POST"}, 503: {"retry-after": "1"}}  # beside what an error of ours says itself
 _DIALECTS: dict[str, Dialect] = {"messages": messages, "responses": responses}
 
 
@@ -217,8 +217,7 @@ def _error(e: Exception, dialect: Dialect, is_admin_address: bool) -> web.Respon
         told = chat.error(e)
         detail = orjson.loads(told.body)["error"]
         body = orjson.dumps({"error": {"type": detail["type"], "message": detail["message"]}})
-    hints = _HINTS.get(told.status, {}) if isinstance(e, RequestError) else {}
-    return web.Response(status=told.status, headers={**hints, **told.headers}, body=body)
+    return web.Response(status=told.status, headers=told.headers, body=body)
 
 
 def new_admin_key() -> str:

@@ -54,7 +54,7 @@ class Session:
     def closed(self) -> RequestError:
         """What a call is told that its session's end cut short."""
         if self.stopped or not self.id:  # what has no session ends with the gateway
-            return RequestError("the gateway is shutting down; try again", status=503)
+            return _stopping()
         return RequestError(f"session {self.id} was closed meanwhile; open another", status=409, retry=False)
 
     def start(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
@@ -108,7 +108,7 @@ class Sessions:
 
     def open(self, *, traced: bool, ttl_s: float | None, metadata: Mapping[str, Any]) -> Session:
         if not self._open:
-            raise RequestError("the gateway is shutting down; try again", status=503)
+            raise _stopping()
         id = SESSION_PREFIX + secrets.token_hex(16)
         session = Session(id, KEY_PREFIX + secrets.token_hex(16), traced, ttl_s or self._ttl_s, metadata)
         if traced:
@@ -223,6 +223,10 @@ class Sessions:
 def _same(given: str, key: str) -> bool:
     """Compare in constant time; headers hold bytes that are no text as surrogates."""
     return hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())
+
+
+def _stopping() -> RequestError:
+    return RequestError("the gateway is shutting down; try again", status=503, headers={"retry-after": "1"})
 
 
 def _unauthorised() -> RequestError:
