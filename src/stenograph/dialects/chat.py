@@ -35,23 +35,19 @@ class ChatRequest(Request):
 def parse_request(body: bytes) -> ChatRequest:
     """Read a request body. Raises RequestError (400) that names the field."""
     fields = read_body(body)
-    if (fields.integer("top_logprobs", 0) or 0) > 0:
-        raise invalid("top_logprobs", "must be 0; the engine returns the sampled token's log-probability alone")
+    refuse_top_logprobs(fields)
     num_choices = fields.integer("n", 1) or 1
     if num_choices > _MAX_CHOICES:
         raise invalid("n", f"must be at most {_MAX_CHOICES}, got {num_choices}")
     _refuse(fields)
     messages = tuple(_messages(fields))
-    continues = fields.flag("continue_final_message")
-    if continues and messages[-1].role != "assistant":
-        raise invalid("continue_final_message", f"needs an assistant's last message, got a {messages[-1].role}'s")
     return ChatRequest(
-        conversation=Conversation(messages, _tools(fields), continues),
+        conversation=Conversation(messages, _tools(fields), continues_last(fields, messages)),
         asked=read_sampling(fields, stop="stop", max_tokens=("max_completion_tokens", "max_tokens")),
         model=fields.text("model") or "",
         stream=fields.flag("stream"),
         num_choices=num_choices,
-        grammar=_grammar(fields),
+        grammar=read_format(fields.object("response_format"), "json_schema"),
         session=own_session(fields.values.get("session_id")),
         notes=_ignored(fields),
         include_usage=fields.object("stream_options").flag("include_usage"),
@@ -60,21 +56,35 @@ def parse_request(body: bytes) -> ChatRequest:
     )
 
 
-def _grammar(fields: Fields) -> Mapping[str, Any] | None:
-    wanted = fields.object("response_format")
+def read_format(wanted: Fields, schema_in: str | None = None) -> Mapping[str, Any] | None:
+    """The JSON schema that the answer must follow; `schema_in` names the object within that holds it."""
     match wanted.values.get("type", "text"):
         case "text":
             return None
         case "json_object":
             return {"type": "object"}
         case "json_schema":
-            schema = wanted.object("json_schema").schema("schema")
-            if schema is None:
-                raise invalid("response_format.json_schema.schema", "is missing")
-            return schema
+            return (wanted if schema_in is None else wanted.object(schema_in)).required_schema("schema")
         case kind:
             told = f'must be "text", "json_object" or "json_schema", got {shown(kind)}'
-            raise invalid("response_format.type", told)
+            raise invalid(f"{wanted.path}type", told)
+
+
+def continues_last(fields: Fields, messages: Sequence[Message]) -> bool:
+    """Whether the last message is to be gone on with."""
+    continues = fields.flag("continue_final_message")
+    if continues and messages and messages[-1].role != "assistant":
+        raise invalid("continue_final_message", f"needs an assistant's last message, got a {messages[-1].role}'s")
+    return continues
+
+
+def refuse_top_logprobs(fields: Fields) -> None:
+    if (fields.integer("top_logprobs", 0) or 0) > 0:
+        raise invalid("top_logprobs", "must be 0; the engine returns the sampled token's log-probability alone")
+
+
+def ignored_parallel(fields: Fields) -> list[str]:
+    return ["ignored:parallel_tool_calls"] if fields.values.get("parallel_tool_calls") is False else []
 
 
 def _refuse(fields: Fields) -> None:
@@ -88,8 +98,7 @@ def _refuse(fields: Fields) -> None:
 
 def _ignored(fields: Fields) -> tuple[str, ...]:
     """What was asked and cannot be done, though nothing breaks by it."""
-    notes = ["ignored:parallel_tool_calls"] if fields.values.get("parallel_tool_calls") is False else []
-    notes += ignored(fields, "reasoning_effort", "reasoning.effort", "verbosity")
+    notes = ignored_parallel(fields) + ignored(fields, "reasoning_effort", "reasoning.effort", "verbosity")
     match fields.values.get("thinking"):
         case {"type": "disabled"}:  # as some clients ask it; how much a model thinks is its own
             notes.append("ignored:thinking")
@@ -161,7 +170,7 @@ def _message(fields: Fields) -> Message:
         raise invalid(f"{fields.path}function_call", "is not read here; give the call among tool_calls")
     return Message(
         role=role,
-        content=_text(fields.values.get("content"), f"{fields.path}content") or fields.text("refusal") or "",
+        content=_text(fields) or fields.text("refusal") or "",
         reasoning=fields.text("reasoning_content") or fields.text("reasoning") or "",
         tool_calls=tuple(_tool_calls(fields)),
         tool_call_id=fields.text("tool_call_id"),
@@ -169,17 +178,25 @@ def _message(fields: Fields) -> Message:
     )
 
 
-def _text(content: Any, path: str) -> str:
+def _text(fields: Fields) -> str:
+    return read_text(fields.values.get("content"), f"{fields.path}content", _PARTS, _REFUSED)
+
+
+_PARTS = {"text": "text", "refusal": "refusal"}
+_REFUSED = 'must be "text", got {}; images and audio are not supported'
+
+
+def read_text(content: Any, path: str, parts: Mapping[str, str], refused: str) -> str:
+    """A text, or parts of one joined: `parts` says by type where theirs stands, `refused` what others are told."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for i, part in enumerate(typed(content, list, path, "a text or a list of parts")):
         kind = typed(part, dict, f"{path}[{i}]", "an object").get("type")
-        text = part.get("text" if kind == "text" else "refusal")
-        if kind not in ("text", "refusal"):
-            told = f'must be "text", got {shown(kind)}; images and audio are not supported'
-            raise invalid(f"{path}[{i}].type", told)
-        texts.append(typed(text, str, f"{path}[{i}].{kind}", "a text"))
+        key = parts.get(kind) if isinstance(kind, str) else None
+        if key is None:
+            raise invalid(f"{path}[{i}].type", refused.format(shown(kind)))
+        texts.append(typed(part.get(key), str, f"{path}[{i}].{key}", "a text"))
     return "".join(texts)
 
 

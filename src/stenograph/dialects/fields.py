@@ -80,6 +80,13 @@ class Fields:
             raise invalid(self.path + name, f"must be a JSON schema of at most {_MAX_SCHEMA_DEPTH} levels; flatten it")
         return schema
 
+    def required_schema(self, name: str) -> Mapping[str, Any]:
+        """A schema that must be there."""
+        schema = self.schema(name)
+        if schema is None:
+            raise invalid(self.path + name, "is missing")
+        return schema
+
     def name(self, name: str) -> str:
         """A text that must be there."""
         value = self.get(name, str, "a text")

@@ -102,10 +102,7 @@ def _grammar(fields: Fields) -> Mapping[str, Any] | None:
         return None
     if wanted.values.get("type") != "json_schema":
         raise invalid(f"{wanted.path}type", f'must be "json_schema", got {shown(wanted.values.get("type"))}')
-    schema = wanted.schema("schema")
-    if schema is None:
-        raise invalid(f"{wanted.path}schema", "is missing")
-    return schema
+    return wanted.required_schema("schema")
 
 
 def _may_call(fields: Fields, notes: list[str]) -> bool:

@@ -9,8 +9,16 @@ from typing import Any
 import orjson
 
 from stenograph.dialects.base import Answered, Decode, HttpError, Request, Writer, failure, own_session
-from stenograph.dialects.chat import allowed_tools, logprob_rows, openai_error
-from stenograph.dialects.fields import Fields, invalid, read_body, shown
+from stenograph.dialects.chat import (
+    allowed_tools,
+    continues_last,
+    ignored_parallel,
+    logprob_rows,
+    openai_error,
+    read_format,
+    refuse_top_logprobs,
+)
+from stenograph.dialects.fields import Fields, invalid, read_body
 from stenograph.dialects.minted import seal
 from stenograph.dialects.responses_items import (
     Callee,
@@ -53,17 +61,14 @@ def parse_request(body: bytes) -> ResponsesRequest:
     previous = fields.get("previous_response_id", str, "a response's id")
     if not said and previous is None:
         raise invalid("input", "must hold at least one message, or an item that makes one")
-    continues = fields.flag("continue_final_message")
-    if continues and said and said[-1].role != "assistant":
-        raise invalid("continue_final_message", f"needs an assistant's last message, got a {said[-1].role}'s")
     tools, callees, left_out_tools = read_tools(fields, allowed_tools(fields))
     include = fields.texts("include")
     return ResponsesRequest(
-        conversation=Conversation((*begin, *said), tools, continues),
+        conversation=Conversation((*begin, *said), tools, continues_last(fields, said)),
         asked=read_sampling(fields, stop="stop", max_tokens=("max_output_tokens",)),
         model=fields.text("model") or "",
         stream=fields.flag("stream"),
-        grammar=_grammar(fields),
+        grammar=read_format(fields.object("text").object("format")),
         session=own_session(fields.values.get("session_id")),
         previous=previous,
         store=fields.values.get("store") is None or fields.flag("store"),
@@ -79,8 +84,7 @@ def parse_request(body: bytes) -> ResponsesRequest:
 
 def _refuse(fields: Fields) -> None:
     """What would change the answer and is not done here."""
-    if (fields.integer("top_logprobs", 0) or 0) > 0:
-        raise invalid("top_logprobs", "must be 0; the engine returns the sampled token's log-probability alone")
+    refuse_top_logprobs(fields)
     if fields.flag("background"):
         raise invalid("background", "must be false; responses are made while their client waits")
     if fields.values.get("conversation") is not None:
@@ -91,25 +95,9 @@ def _refuse(fields: Fields) -> None:
     refuse_constraints(fields, "text.format")
 
 
-def _grammar(fields: Fields) -> Mapping[str, Any] | None:
-    wanted = fields.object("text").object("format")
-    match wanted.values.get("type", "text"):
-        case "text":
-            return None
-        case "json_object":
-            return {"type": "object"}
-        case "json_schema":
-            schema = wanted.schema("schema")
-            if schema is None:
-                raise invalid("text.format.schema", "is missing")
-            return schema
-        case kind:
-            raise invalid("text.format.type", f'must be "text", "json_object" or "json_schema", got {shown(kind)}')
-
-
 def _ignored(fields: Fields) -> list[str]:
     """What was asked and cannot be done, though nothing breaks by it."""
-    notes = ["ignored:parallel_tool_calls"] if fields.values.get("parallel_tool_calls") is False else []
+    notes = ignored_parallel(fields)
     notes += ignored(fields, "context_management", "max_tool_calls", "reasoning.effort", "text.verbosity")
     return notes + (["ignored:truncation"] if fields.values.get("truncation") == "auto" else [])
 

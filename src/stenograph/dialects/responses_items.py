@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import orjson
 
-from stenograph.dialects.chat import ROLES
+from stenograph.dialects.chat import ROLES, read_text
 from stenograph.dialects.fields import Fields, invalid, shown, typed
 from stenograph.dialects.minted import unseal
 from stenograph.types import Message, Role, Tool, ToolCall
@@ -125,6 +125,7 @@ def _left_out(kind: str) -> str:
 
 _ROLES: dict[str, Role] = {name: role for name, role in ROLES.items() if role != "tool"}
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_REFUSED = f"must be one of {', '.join(_PARTS)}, got {{}}; images, files and audio are not supported"
 # Names as the gateway gives them to its calls: ids of other servers' items must not be taken for ours.
 _OURS = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{16})(?:_[0-9]+)?")
 
@@ -268,17 +269,7 @@ def _add_call(item: Fields, transcript: _Transcript, name: str, arguments: str) 
 
 
 def _text(content: Any, path: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for i, part in enumerate(typed(content, list, path, "a text or a list of parts")):
-        kind = typed(part, dict, f"{path}[{i}]", "an object").get("type")
-        key = _PARTS.get(kind) if isinstance(kind, str) else None
-        if key is None:
-            told = f"must be one of {', '.join(_PARTS)}, got {shown(kind)}; images, files and audio are not supported"
-            raise invalid(f"{path}[{i}].type", told)
-        texts.append(typed(part.get(key), str, f"{path}[{i}].{key}", "a text"))
-    return "".join(texts)
+    return read_text(content, path, _PARTS, _REFUSED)
 
 
 def _dumped(item: Fields, name: str) -> str:
