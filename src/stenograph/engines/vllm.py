@@ -14,13 +14,12 @@ import orjson
 
 from stenograph.config import EngineConfig
 from stenograph.engines.base import Capabilities, Chunk, Generate, PauseMode, WeightSource
-from stenograph.engines.vllm_http import CONNECT_TIMEOUT_S, answer, ask, quoted, read_json, words
+from stenograph.engines.http import CONNECT_TIMEOUT_S, KEEP_ALIVE_S, answer, ask, quoted, read_json, words
 from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable
 from stenograph.types import FinishReason, Ids, Logprobs
 
 _PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}  # in vLLM's words
 _DRAIN_TIMEOUT_S = 0.05
-_KEEP_ALIVE_S = 3.0  # vLLM closes an idle connection after 5; a request sent into that moment would fail
 
 
 class VllmEngine:
@@ -44,7 +43,7 @@ class VllmEngine:
         server = config.url.removesuffix("/v1")
         key = config.api_key
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # a turn takes as long as it takes
             read_bufsize=2**18,
             headers={"authorization": f"Bearer {key.get_secret_value()}"} if key is not None else None,

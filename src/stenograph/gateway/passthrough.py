@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from yarl import URL
 
 from stenograph.dialects.base import own_session
-from stenograph.errors import EngineUnavailable
+from stenograph.engines.http import CONNECT_TIMEOUT_S, KEEP_ALIVE_S, unreachable
 
 _HOPS = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer", "transfer-encoding",
@@ -23,8 +23,6 @@ _HOPS = {
 _CREDENTIALS = ("authorization", "proxy-authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie")
 _DECODED = {"gzip", "deflate", "br", "zstd"}  # aiohttp's server undoes these before anyone reads the body
 _ANTHROPIC_VERSION = "2023-06-01"
-_CONNECT_TIMEOUT_S = 10.0
-_KEEP_ALIVE_S = 3.0  # uvicorn closes an idle connection after 5; a request sent into that moment would fail
 
 
 class Passthrough:
@@ -74,8 +72,8 @@ class Passthrough:
     async def _ask(self, request: web.Request, path: str, body: bytes) -> aiohttp.ClientResponse:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_TIMEOUT_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
@@ -90,8 +88,7 @@ class Passthrough:
                 request.method, url, headers=headers, data=sent or None, allow_redirects=False
             )
         except (aiohttp.ClientError, OSError) as e:
-            told = f"the engine at {self._server} cannot be reached: {str(e) or type(e).__name__}"
-            raise EngineUnavailable(f"{told}; is its server running?") from e
+            raise unreachable(self._server, e) from e
 
 
 def without_session(body: bytes) -> bytes:

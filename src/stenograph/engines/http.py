@@ -1,4 +1,4 @@
-"""How a vLLM server is asked: an answer of status 200, or an error that says on one line what came instead."""
+"""How an engine's server is asked: an answer of status 200, or an error that says on one line what came instead."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import orjson
 from stenograph.errors import EngineError, EngineUnavailable
 
 CONNECT_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 3.0  # servers close an idle connection after 5; a request sent into that moment would fail
 _ASK_TIMEOUT_S = 30.0  # for what the server answers without generating
 _TOLD_CHARS = 1000
 
@@ -35,8 +36,7 @@ async def answer(
             method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
         )
     except (aiohttp.ClientError, OSError) as e:
-        told = f"the engine at {url} cannot be reached: {str(e) or type(e).__name__}; is its server running?"
-        raise EngineUnavailable(told) from e
+        raise unreachable(url, e) from e
     try:
         if response.status != 200:
             raise _refusal(response, await response.content.read(2**16))
@@ -45,6 +45,12 @@ async def answer(
         raise EngineError(f"the engine's answer was cut short: {str(e) or type(e).__name__}") from e
     finally:
         response.close()
+
+
+def unreachable(url: str, e: Exception) -> EngineUnavailable:
+    return EngineUnavailable(
+        f"the engine at {url} cannot be reached: {str(e) or type(e).__name__}; is its server running?"
+    )
 
 
 async def ask(session: aiohttp.ClientSession, method: str, url: str, body: bytes | None = None) -> bytes:
