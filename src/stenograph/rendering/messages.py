@@ -12,7 +12,7 @@ from stenograph.types import Conversation, Message, Tool
 
 _INSTRUCTIONS = ("system", "developer")
 ASK = Message("user", "question")  # a stand-in
-_MARK, _REASONING_MARK = "Zanswer", "Zreason"  # no template trims or escapes them
+MARK, _REASONING_MARK = "Zanswer", "Zreason"  # no template trims or escapes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ AS_GIVEN = Placement()
 
 def find_placement(render: Callable[[Sequence[Message]], str]) -> Placement:
     """Learn from stand-ins where `render`, which ends with the generation prompt, takes system messages."""
-    first, second, answer = Message("system", "Zfirst"), Message("system", "Zsecond"), Message("assistant", _MARK)
+    first, second, answer = Message("system", "Zfirst"), Message("system", "Zsecond"), Message("assistant", MARK)
 
     def shows(*messages: Message) -> bool:
         """Whether all are there, in their order, with something between them and behind the last."""
@@ -148,7 +148,7 @@ def opening(render: Callable[[Message | None], str], reasoning: str) -> str | No
     """
     prompt = render(None)
     for thought in (reasoning, _REASONING_MARK, ""):
-        before, mark, _ = render(Message("assistant", _MARK, thought)).rpartition(_MARK)
+        before, mark, _ = render(Message("assistant", MARK, thought)).rpartition(MARK)
         if mark and before.startswith(prompt):
             return before[len(prompt) :].replace(_REASONING_MARK, reasoning)
     return None

@@ -13,6 +13,7 @@ from stenograph.rendering.detokenize import Detokenizer
 from stenograph.rendering.messages import (
     AS_GIVEN,
     ASK,
+    MARK,
     Placement,
     begun_message,
     ends_reasoning,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 Retention = Literal["all", "tool_cycle", "template"]
 
-_MARK = "Zanswer"  # no template trims or escapes it
 _MARK_ARGUMENTS = '{"k":  "Zvalue"}'  # spaced as no serialiser would
 
 
@@ -178,7 +178,7 @@ class TemplateRendering:
 
 def _probe(tokenizer: PreTrainedTokenizerBase) -> Shape:
     """Learn a template's shape. Raises ConfigError where it cannot render a question and an answer."""
-    answer = Message("assistant", _MARK)
+    answer = Message("assistant", MARK)
     try:
         asked = _apply(tokenizer, Conversation((ASK,)))
         prompt = _apply(tokenizer, Conversation((ASK,)), generation=True)
@@ -189,15 +189,15 @@ def _probe(tokenizer: PreTrainedTokenizerBase) -> Shape:
             "set model.chat_template to a Jinja file that does, or model.renderer to the model's family"
         ) from e
     generation = prompt[len(asked) :] if prompt.startswith(asked) else ""
-    close, close_id = _closing(tokenizer, answered.rpartition(_MARK)[2] if _MARK in answered else "")
+    close, close_id = _closing(tokenizer, answered.rpartition(MARK)[2] if MARK in answered else "")
     call = Message("assistant", "", tool_calls=(ToolCall("0", "f", _MARK_ARGUMENTS),))
-    thought = Message("assistant", "a", reasoning=_MARK)
+    thought = Message("assistant", "a", reasoning=MARK)
     return Shape(
         generation,
         close,
         close_id,
         raw_arguments=_prints(tokenizer, call, _MARK_ARGUMENTS),
-        keeps_reasoning=_prints(tokenizer, thought, _MARK),
+        keeps_reasoning=_prints(tokenizer, thought, MARK),
         placement=find_placement(lambda messages: _apply(tokenizer, Conversation(tuple(messages)), generation=True)),
     )
 
