@@ -73,6 +73,18 @@ def openai_chat(session: Session, stream: bool) -> str:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
+def respond(client: openai.OpenAI, stream: bool, **options: Any) -> tuple[Any, list[Any]]:
+    """A response, and what the tools that it calls give back, as items."""
+    if stream:
+        with client.responses.stream(**options) as events:
+            response: Any = events.get_final_response()
+    else:
+        response = client.responses.create(**options)
+    calls = [item for item in response.output if item.type == "function_call"]
+    results = [(call.call_id, add(**json.loads(call.arguments))) for call in calls]
+    return response, [{"type": "function_call_output", "call_id": id, "output": result} for id, result in results]
+
+
 def openai_responses(session: Session, stream: bool) -> str:
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     tool: Any = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
@@ -80,18 +92,11 @@ def openai_responses(session: Session, stream: bool) -> str:
     options["include"] = ["reasoning.encrypted_content"]
     with openai.OpenAI(base_url=session["base_url"] + "/v1", api_key=session["api_key"], max_retries=0) as client:
         while True:
-            if stream:
-                with client.responses.stream(input=items, **options) as events:
-                    response: Any = events.get_final_response()
-            else:
-                response = client.responses.create(input=items, **options)
-            calls = [item for item in response.output if item.type == "function_call"]
-            if not calls:
+            response, results = respond(client, stream, input=items, **options)
+            if not results:
                 return response.output_text
             items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
-            for call in calls:
-                result = add(**json.loads(call.arguments))
-                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+            items += results
 
 
 def openai_responses_by_id(session: Session, stream: bool) -> str:
@@ -103,18 +108,10 @@ def openai_responses_by_id(session: Session, stream: bool) -> str:
         while True:
             options: dict[str, Any] = {"model": "m", "tools": [tool], "instructions": "Be brief."}
             options |= {"previous_response_id": previous} if previous else {}
-            if stream:
-                with client.responses.stream(input=items, **options) as events:
-                    response: Any = events.get_final_response()
-            else:
-                response = client.responses.create(input=items, **options)
-            calls = [item for item in response.output if item.type == "function_call"]
-            if not calls:
+            response, results = respond(client, stream, input=items, **options)
+            if not results:
                 return response.output_text
-            previous, items = response.id, []
-            for call in calls:
-                result = add(**json.loads(call.arguments))
-                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+            previous, items = response.id, results
 
 
 def anthropic_messages(session: Session, stream: bool) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stenograph.dialects import chat
 from stenograph.dialects.base import Answered
 from stenograph.errors import RequestError
+from support.arbitrary import objects, values
 from support.turns import make_turn
 
 WORDS = (
@@ -29,18 +30,7 @@ WORDS = (
 )
 FIELDS = ("tool_choice", "stop", "n", "temperature", "top_k", "top_p", "max_tokens", "max_completion_tokens", "seed")
 FIELDS += ("stream", "stream_options", "response_format", "logprobs", "top_logprobs", "session_id", "model")
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from(WORDS)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
-    max_leaves=10,
-)
-
-
-def objects(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=fields)
-
-
+VALUES = values(WORDS)
 FUNCTIONS = objects(name=VALUES, arguments=VALUES, parameters=VALUES, description=VALUES) | VALUES
 TOOLS = st.lists(objects(id=VALUES, type=st.just("function") | VALUES, function=FUNCTIONS), max_size=2) | VALUES
 ROLES = st.sampled_from(["system", "user", "assistant", "tool"]) | VALUES

@@ -22,6 +22,7 @@ from stenograph.dialects.messages import MessagesRequest
 from stenograph.dialects.minted import seal
 from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable, RequestError
 from stenograph.types import Message, Tool, ToolCall
+from support.arbitrary import objects, values
 
 USER = {"role": "user", "content": "hi"}
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
@@ -281,17 +282,7 @@ def test_a_refusal_names_the_field(path: str, fields: dict[str, Any]) -> None:
 
 WORDS = ("type", "text", "id", "name", "input", "input_schema", "content", "tool_use_id", "thinking", "signature")
 WORDS += ("tool_use", "tool_result", "redacted_thinking", "data", "_raw", "json_schema", "schema", "format", "display")
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from(WORDS)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
-    max_leaves=10,
-)
-
-
-def objects(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=fields)
-
+VALUES = values(WORDS)
 
 KINDS = st.sampled_from(["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image", "x_tool_result"])
 FIELDS = ("text", "thinking", "signature", "data", "id", "name", "input", "tool_use_id", "content")

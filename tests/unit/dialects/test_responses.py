@@ -13,6 +13,7 @@ from stenograph.dialects import responses
 from stenograph.dialects.minted import seal
 from stenograph.errors import RequestError
 from stenograph.types import Reply
+from support.arbitrary import objects, values
 from support.responses import NAME, OTHER, SHELL, TOOLS, make_answered, make_writer, parse
 
 
@@ -164,17 +165,7 @@ def test_a_refusal_names_the_field(param: str) -> None:
 WORDS = ("type", "text", "name", "arguments", "id", "role", "content", "refusal", "summary", "output", "input_text")
 KINDS = ("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "local_shell_call")
 KINDS += ("item_reference", "web_search_call", "namespace", "function", "custom", "web_search", "json_schema")
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
-LEAVES |= st.sampled_from(WORDS + KINDS)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
-    max_leaves=10,
-)
-
-
-def objects(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=fields)
+VALUES = values(WORDS, KINDS)
 
 
 def likely(*words: str) -> st.SearchStrategy[Any]:
