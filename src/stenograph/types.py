@@ -17,6 +17,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
 EndedBy = Literal["eos", "stop", "length", "abort"]
 LogprobsMode = Literal["raw", "processed"]
+BranchRole = Literal["main", "sub-agent", "compaction", "title", "probe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message in canonical form; parts of text are already joined."""
+    """One message in canonical form; parts of text are already joined.
+
+    `turn` is the recorded turn that an id in it names: what the gateway gave out and a client sent back with it.
+    """
 
     role: Role
     content: str = ""
@@ -70,6 +74,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    turn: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,9 @@ class Turn:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     reply: Reply
-    role: str = "main"
+    role: BranchRole = "main"
+    role_evidence: str = ""  # what decided it
+    accepted: tuple[str, ...] = ()  # differences between what was asked and what it goes on from, by their names
     notes: tuple[str, ...] = ()
     stopped_by: str | None = None  # the stop string that ended the visible text
     experts: NDArray[np.integer] | None = None  # [output tokens, layers, experts per token], as routed
@@ -175,7 +182,7 @@ class Sample:
 
     session: str
     branch: int
-    role: str
+    role: BranchRole
     rollout_id: str | None
     group_id: str | None
     task_id: str | None
