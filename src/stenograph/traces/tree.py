@@ -5,9 +5,9 @@ Without a way up there are no cycles, so that a tree goes with its last referenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, final
 
 Label = TypeVar("Label", bound=Hashable)
 Value = TypeVar("Value")
@@ -15,15 +15,35 @@ Value = TypeVar("Value")
 _ABSENT: Any = object()  # None is a value
 
 
+@final
 class Node(Generic[Label, Value]):
-    """One label below its parent. `children` is in the order of insertion."""
+    """One label below its parent; the root's is None."""
 
-    __slots__ = ("_held", "children", "released")
+    # Most nodes have one child: it stands here by itself, and a dict takes over with the second.
+    __slots__ = ("_below", "_held", "label", "released")
 
-    def __init__(self) -> None:
-        self.children: dict[Label, Node[Label, Value]] = {}
+    def __init__(self, label: Label) -> None:
+        hash(label)  # raises for what could not be a dict's key either
+        self.label = label
         self.released = False
         self._held: Value = _ABSENT
+        self._below: Node[Label, Value] | dict[Label, Node[Label, Value]] | None = None
+
+    @property
+    def children(self) -> Collection[Node[Label, Value]]:
+        """In the order of insertion."""
+        below = self._below
+        if below is None:
+            return ()
+        return (below,) if isinstance(below, Node) else below.values()
+
+    def child(self, label: Label) -> Node[Label, Value] | None:
+        below = self._below
+        if below is None:
+            return None
+        if isinstance(below, Node):
+            return below if below.label is label or below.label == label else None
+        return below.get(label)
 
     @property
     def has_value(self) -> bool:
@@ -40,6 +60,23 @@ class Node(Generic[Label, Value]):
         held = f"value={self._held!r}, " if self.has_value else ""
         return f"Node({held}{len(self.children)} children)"
 
+    def _add(self, child: Node[Label, Value]) -> Node[Label, Value]:
+        """Hang in a child whose label is new here; returns it."""
+        below = self._below
+        if below is None:
+            self._below = child
+        elif isinstance(below, Node):
+            self._below = {below.label: below, child.label: child}
+        else:
+            below[child.label] = child
+        return child
+
+    def _remove(self, child: Node[Label, Value]) -> None:
+        if isinstance(self._below, dict):
+            del self._below[child.label]
+        else:
+            self._below = None
+
 
 @dataclass(frozen=True, slots=True)
 class Match(Generic[Label, Value]):
@@ -49,38 +86,34 @@ class Match(Generic[Label, Value]):
     nodes: tuple[Node[Label, Value], ...]
 
 
-def _grown(node: Node[Label, Value], labels: Iterable[Label]) -> Node[Label, Value]:
-    """The end of a chain of new nodes below `node`."""
-    for label in labels:
-        node.children[label] = child = Node()
-        node = child
-    return node
+def _root() -> Node[Any, Any]:
+    return Node(None)
 
 
 class PrefixTree(Generic[Label, Value]):
     """Maps keys (sequences of labels) to values. The empty key is the root's. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.root: Node[Label, Value] = Node()
+        self.root: Node[Label, Value] = _root()
 
     def insert(self, key: Iterable[Label], value: Value, *, at: Node[Label, Value] | None = None) -> Node[Label, Value]:
         """Put `value` under `key`, in place of what is there; with `at`, `key` goes on from that node.
 
-        One look-up a label. Raises LookupError where `at` was released.
+        At most one look-up a label. Raises LookupError where `at` was released, TypeError for a label without a hash.
         """
         node = self.root if at is None else at
         if node.released:
             raise LookupError("this node was released from its tree; search for one that is in it")
         labels = iter(key)
-        new: Node[Label, Value] = Node()
         for label in labels:
-            child = node.children.setdefault(label, new)
-            if child is new:
-                try:
-                    node = _grown(new, labels)
-                except BaseException:  # a label that cannot be one: then nothing of the key is left behind
-                    del node.children[label]
-                    raise
+            child = node.child(label)
+            if child is None:
+                top: Node[Label, Value] = Node(label)
+                end = top
+                for further in labels:
+                    end = end._add(Node(further))
+                node._add(top)  # last, so that a label that cannot be one leaves nothing of the key behind
+                node = end
                 break
             node = child
         node._held = value
@@ -97,10 +130,15 @@ class PrefixTree(Generic[Label, Value]):
         nodes = [node]
         num_valued = 1 if node.has_value else 0  # nodes up to the deepest value
         for label in key:
-            child = node.children.get(label)
-            if child is None:
+            below = node._below  # as `child` does it, without a call a label
+            if type(below) is Node:
+                if below.label != label and below.label is not label:
+                    break
+                node = below
+            elif below is None or (child := below.get(label)) is None:
                 break
-            node = child
+            else:
+                node = child
             nodes.append(node)
             if node._held is not _ABSENT:
                 num_valued = len(nodes)
@@ -113,16 +151,16 @@ class PrefixTree(Generic[Label, Value]):
         if self.root.has_value:
             yield ()
         path: list[Label] = []
-        below = [iter(self.root.children.items())]
+        below = [iter(self.root.children)]
         while below:
-            label, node = next(below[-1], (None, None))
+            node = next(below[-1], None)
             if node is None:
                 below.pop()
                 if path:
                     path.pop()
                 continue
-            path.append(cast("Label", label))
-            below.append(iter(node.children.items()))
+            path.append(node.label)
+            below.append(iter(node.children))
             if node.has_value:
                 yield tuple(path)
 
@@ -146,14 +184,14 @@ class PrefixTree(Generic[Label, Value]):
 
     def _drain(self) -> list[Value]:
         """Empty the tree; its values, children before their parents."""
-        preorder = [node for _, node in self._nodes()]
-        self.root = Node()
+        preorder = list(self._nodes())
+        self.root = _root()
         values = []
         for node in reversed(preorder):  # siblings come last first, and that is no parent before its child
             if node.has_value:
                 values.append(node.value)
             node._held, node.released = _ABSENT, True
-            node.children = {}
+            node._below = None
         return values
 
     def _prune(self, key: list[Label]) -> list[Value]:
@@ -168,33 +206,34 @@ class PrefixTree(Generic[Label, Value]):
             if node.children or node.has_value:
                 break
             node.released = True
-            del match.nodes[depth - 1].children[key[depth - 1]]
+            match.nodes[depth - 1]._remove(node)
         return [value]
 
     # --- as one flat list: copied, pickled and compared without recursion ------------------------------------------
 
-    def _nodes(self) -> Iterator[tuple[Label | None, Node[Label, Value]]]:
-        """Every node with its label, parents before children; the root has none."""
-        stack: list[tuple[Label | None, Node[Label, Value]]] = [(None, self.root)]
+    def _nodes(self) -> Iterator[Node[Label, Value]]:
+        """Every node, parents before children."""
+        stack = [self.root]
         while stack:
-            label, node = stack.pop()
-            yield label, node
-            stack.extend(reversed(node.children.items()))
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(tuple(node.children)))
 
-    def __getstate__(self) -> list[tuple[Label | None, int, tuple[Value, ...]]]:
+    def __getstate__(self) -> list[tuple[Label, int, tuple[Value, ...]]]:
         """Nodes in preorder: label, number of children, and the value, if any."""
-        return [(label, len(node.children), (node.value,) if node.has_value else ()) for label, node in self._nodes()]
+        return [(node.label, len(node.children), (node.value,) if node.has_value else ()) for node in self._nodes()]
 
-    def __setstate__(self, state: list[tuple[Label | None, int, tuple[Value, ...]]]) -> None:
-        self.root = Node()
+    def __setstate__(self, state: list[tuple[Label, int, tuple[Value, ...]]]) -> None:
         waiting: list[tuple[Node[Label, Value], int]] = []  # nodes, and how many of their children are to come
-        for i, (label, num_children, held) in enumerate(state):
-            node = self.root if i == 0 else Node()
-            if i:
+        for label, num_children, held in state:
+            node: Node[Label, Value] = Node(label)
+            if not waiting:
+                self.root = node
+            else:
                 while waiting[-1][1] == 0:
                     waiting.pop()
                 parent, num_left = waiting.pop()
-                parent.children[cast("Label", label)] = node
+                parent._add(node)
                 waiting.append((parent, num_left - 1))
             if held:
                 (node._held,) = held
@@ -202,7 +241,7 @@ class PrefixTree(Generic[Label, Value]):
 
     def __len__(self) -> int:
         """How many keys have a value."""
-        return sum(node.has_value for _, node in self._nodes())
+        return sum(node.has_value for node in self._nodes())
 
     def __bool__(self) -> bool:
         """Whether there is anything in it."""
@@ -217,9 +256,13 @@ class PrefixTree(Generic[Label, Value]):
             mine, theirs = pairs.pop()
             if mine.has_value != theirs.has_value or (mine.has_value and mine.value != theirs.value):
                 return False
-            if mine.children.keys() != theirs.children.keys():
+            if len(mine.children) != len(theirs.children):
                 return False
-            pairs += [(node, theirs.children[label]) for label, node in mine.children.items()]
+            for node in mine.children:
+                other_node = theirs.child(node.label)
+                if other_node is None:
+                    return False
+                pairs.append((node, other_node))
         return True
 
     __hash__ = None  # type: ignore[assignment]
