@@ -124,6 +124,24 @@ class SamplingConfig(Section):
     max_tokens: PositiveInt = 4096  # the most that one turn may sample
 
 
+class MatchingConfig(Section):
+    """Differences between a request and the record that are accepted, by their names in `traces.equivalences`."""
+
+    ids_changed: bool = True
+    arguments_respelled: bool = True
+    arguments_mended: bool = True
+    reasoning_in_content: bool = True
+    reasoning_dropped: bool = True
+    whitespace_dropped: bool = True
+    blocks_joined: bool = True
+    header_changed: bool = True
+    results_reordered: bool = True
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        return tuple(name for name, is_on in self if is_on)
+
+
 class StoreConfig(Section):
     """Where turns are recorded."""
 
@@ -243,6 +261,7 @@ class Config(BaseSettings):
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig()
     sampling: SamplingConfig = SamplingConfig()
+    matching: MatchingConfig = MatchingConfig()
     store: StoreConfig = StoreConfig()
     tasks: TasksConfig = TasksConfig()
     agent: AgentConfig = AgentConfig()

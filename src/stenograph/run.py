@@ -43,7 +43,7 @@ async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
         model = load_model(config.model, dtype=config.engine.dtype)
     engine = await build_engine(config, rendering, model)
     try:
-        async with _listening(config, engine, rendering, MemoryTraceStore()) as gateway:
+        async with _listening(config, engine, rendering, MemoryTraceStore(config.matching.allowed)) as gateway:
             listening(gateway)
             await stopped.wait()
     finally:
@@ -77,7 +77,7 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
 
     rendering = load_rendering(config.model)
     trainer = Trainer(load_model(config.model), config)
-    store = MemoryTraceStore()
+    store = MemoryTraceStore(config.matching.allowed)
     async with AsyncExitStack() as stack:
         engine = await build_engine(config, rendering, trainer.model)
         stack.push_async_callback(engine.aclose)

@@ -75,6 +75,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     turn: str | None = field(default=None, compare=False)
+    digest: bytes = field(default=b"", init=False, repr=False, compare=False)  # kept here by `traces.digests`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, Any]
+    digest: bytes = field(default=b"", init=False, repr=False, compare=False)  # kept here by `traces.digests`
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,12 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One recorded call, as a difference to the turn that it continues.
+    """One recorded call, as a difference to its parent, the turn whose conversation it goes on from.
 
-    `context_ids` and `messages` are what came after that turn (everything, where it continues none; in a tree, less
-    the ids that another turn was told before). Where the agent
-    had begun the reply itself (a prefill), its tokens are context, and `reply` is both as one text.
-    `versions` are spans (start offset in output_ids, policy version); the first starts at 0.
+    `messages` are what came after the parent's reply (everything, where there is no parent). `context_ids` are the ids
+    after the parent's where they were kept (`extends`), else the whole prompt; in a tree, less the ids that another
+    turn was told before. Where the agent had begun the reply itself (a prefill), its tokens are context, and `reply` is
+    both as one text. `versions` are spans (start offset in output_ids, policy version); the first starts at 0.
     """
 
     id: str
@@ -153,6 +155,7 @@ class Turn:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     reply: Reply
+    extends: bool = True
     role: BranchRole = "main"
     role_evidence: str = ""  # what decided it
     accepted: tuple[str, ...] = ()  # differences between what was asked and what it goes on from, by their names

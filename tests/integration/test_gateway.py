@@ -150,7 +150,7 @@ def test_an_edited_history_is_a_fork_that_is_said(server: Server) -> None:
     ask(client, [user("say hello")])
     ask(client, [user("say hello"), {"role": "assistant", "content": "HELLO"}, user("say hello")])
     (drift,) = server.call("GET", f"/sessions/{session['id']}/drift")
-    assert drift["cause"] == "unknown"
+    assert (drift["cause"], drift["message"], drift["field"]) == ("message_changed", 1, "content")
     assert drift["token"] > 0
     assert len(server.call("GET", f"/sessions/{session['id']}/samples")) == 2
 

@@ -21,7 +21,6 @@ from stenograph.engines.scripted import Line, ScriptedEngine
 from stenograph.gateway.calls import Call
 from stenograph.gateway.server import Gateway
 from stenograph.rendering import Rendering, load_rendering
-from stenograph.traces.digests import conversation_labels
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.store import TraceStore
 from stenograph.types import Reply
@@ -45,7 +44,7 @@ def chat_body(text: str, **fields: Any) -> bytes:
 def new_call(text: str, **fields: Any) -> Call:
     """A call as the gateway makes one of a chat request."""
     request = chat.parse_request(chat_body(text, **fields))
-    return Call(request, conversation_labels(request.conversation), b"key", max_tokens=100, num_bytes=100)
+    return Call(request, b"key", max_tokens=100, num_bytes=100)
 
 
 async def becomes(condition: Callable[[], bool]) -> None:

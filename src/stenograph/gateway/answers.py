@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 
 import orjson
@@ -105,14 +104,13 @@ class Answers:
 
     def _call(self, session: Session, request: Request, num_bytes: int) -> Call:
         """The call of a client that went away and asked the same, or a new one."""
-        labels = conversation_labels(request.conversation)
-        key = _key(request, labels)
+        key = _key(request)
         max_tokens = min(request.asked.get("max_tokens", self._max_tokens), self._max_tokens)
         for call in session.calls.get(key, ()) if session.id else ():  # what has no session is nobody's to repeat
             if call.answers(key, max_tokens):
                 return call
         self._check_limits(session, request.num_choices)
-        call = Call(request, labels, key, max_tokens, num_bytes)
+        call = Call(request, key, max_tokens, num_bytes)
         session.start(call, self._take(session, call))
         return call
 
@@ -160,12 +158,13 @@ class Answers:
 _MARKS: dict[State, TurnState] = {State.DELIVERED: "delivered", State.UNDELIVERED: "undelivered"}
 
 
-def _key(request: Request, labels: Sequence[bytes]) -> bytes:
+def _key(request: Request) -> bytes:
     """Equal for requests that ask the same: not the same bytes, for clients change what means nothing."""
     grammar = orjson.dumps(request.grammar, option=orjson.OPT_SORT_KEYS)
     # The response that is stored is what the next request goes on from, so how it is stored counts too.
     rest = orjson.dumps([request.conversation.continues, request.num_choices, request.store, request.num_instructions])
-    return hashlib.blake2b(b"".join((*labels, rest, grammar)), digest_size=16).digest()
+    said = conversation_labels(request.conversation)
+    return hashlib.blake2b(b"".join((*said, rest, grammar)), digest_size=16).digest()
 
 
 async def _break_off(http: web.Request, stream: web.StreamResponse, writer: Writer, e: Exception) -> None:

@@ -40,10 +40,9 @@ _NEXT = {
 class Call:
     """One request's answer in the making. `key` is the same for requests that ask the same."""
 
-    def __init__(self, request: Request, labels: Sequence[bytes], key: bytes, max_tokens: int, num_bytes: int) -> None:
+    def __init__(self, request: Request, key: bytes, max_tokens: int, num_bytes: int) -> None:
         self.name = secrets.token_hex(8)
         self.request = request
-        self.labels = labels  # of its conversation
         self.key = key
         self.max_tokens = max_tokens  # what the request allows
         self.num_bytes = num_bytes  # of the request

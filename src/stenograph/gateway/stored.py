@@ -38,8 +38,7 @@ class StoredResponses:
         messages = self._untraced.get(name)
         if tree is not None and name in self._num_instructions:
             turn = f"turn_{name}"
-            said = (*tree.conversation(turn).messages, tree.turns[turn].reply.message())
-            messages = said[self._num_instructions[name] :]
+            messages = tree.said(turn)[self._num_instructions[name] :]
         if messages is None:
             told = f"{param}: no response {name!r} is stored in this session; send its items"
             raise RequestError(told, code="previous_response_not_found", param=param)

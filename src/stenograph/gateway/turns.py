@@ -36,11 +36,16 @@ class _Prompt:
 
     parent: str | None
     messages: tuple[Message, ...]  # those that the parent does not know
-    context_ids: Ids
+    accepted: tuple[str, ...]  # differences from what the parent knows
+    context_ids: Ids  # after the parent's, or all
     ids: Ids
     asked: Conversation  # what is answered: without what was begun
     begun: Message | None = None
     num_begun: int = 0  # tokens
+
+    @property
+    def extends(self) -> bool:
+        return len(self.context_ids) < len(self.ids)
 
 
 class Turns:
@@ -77,7 +82,7 @@ class Turns:
 
     async def count(self, session: Session, conversation: Conversation, num_bytes: int) -> int:
         """Tokens of the prompt that a turn would have."""
-        return len((await self._prompt(session, conversation, None, num_bytes)).ids)
+        return len((await self._prompt(session, conversation, num_bytes)).ids)
 
     def _fail(self, session: Session, call: Call, outputs: Sequence[Output], e: Exception) -> None:
         """Say so to whoever listens, and account for tokens that nobody will see."""
@@ -101,26 +106,24 @@ class Turns:
         if request.grammar is not None and not capabilities.constrained:
             told = "this engine cannot constrain its output to a JSON schema"
             raise RequestError(f"{told}; leave out response_format (output_config.format, text.format)")
-        prompt = await self._prompt(session, request.conversation, call.labels, call.num_bytes)
+        prompt = await self._prompt(session, request.conversation, call.num_bytes)
         sampling, notes = resolve(request.asked, self._sampling, capabilities, len(prompt.ids))
         call.prepared(len(prompt.ids))
         return prompt, replace(sampling, constrained=request.grammar is not None), request.notes + notes
 
-    async def _prompt(
-        self, session: Session, conversation: Conversation, labels: Sequence[bytes] | None, num_bytes: int
-    ) -> _Prompt:
+    async def _prompt(self, session: Session, conversation: Conversation, num_bytes: int) -> _Prompt:
         """Continue the deepest recorded turn where its ids can be kept, else render from the start: a fork."""
         begun = conversation.messages[-1] if conversation.continues else None
         asked = conversation
         if begun is not None:
             asked = Conversation(conversation.messages[:-1], conversation.tools)
-        tree = self._store.tree(session.id) if session.traced else None
-        match = tree.match(asked, labels) if tree is not None else None
-        if tree is None or match is None:
-            parent, num_known, recorded, split = None, 0, None, 0
-        else:
-            parent, num_known, recorded = match.turn, match.num_known, tree.path_ids(match.turn)
-            split = len(recorded) - len(tree.turns[match.turn].output_ids)
+        parent, num_known, accepted, recorded, split = None, 0, (), None, 0
+        match = self._store.match(session.id, asked) if session.traced else None
+        if match is not None:
+            parent, num_known, asked, accepted = match.turn, match.num_known, match.asked, match.accepted
+            tree = self._store.tree(session.id)
+            recorded = tree.path_ids(parent)
+            split = len(recorded) - len(tree.turn(parent).output_ids)
 
         def render() -> tuple[Ids, Ids, Ids | None]:
             context_ids, ids = self._render(asked, num_known, recorded, split)
@@ -131,13 +134,11 @@ class Turns:
         else:
             self._refuse_far_too_long(asked)
             context_ids, ids, begun_ids = await asyncio.to_thread(render)
-        if len(context_ids) == len(ids):
-            parent, num_known = None, 0
         num_begun = 0
         if begun_ids is not None:
             context_ids, ids = np.concatenate([context_ids, begun_ids]), np.concatenate([ids, begun_ids])
             num_begun = len(begun_ids)
-        return _Prompt(parent, asked.messages[num_known:], context_ids, ids, asked, begun, num_begun)
+        return _Prompt(parent, asked.messages[num_known:], accepted, context_ids, ids, asked, begun, num_begun)
 
     def _refuse_far_too_long(self, asked: Conversation) -> None:
         """Raise ContextOverflow where no tokenizer could make it fit: finding that out by rendering takes minutes."""
@@ -244,6 +245,8 @@ class Turns:
                 messages=prompt.messages,
                 tools=prompt.asked.tools,
                 reply=_with_call_ids(finished.reply, name),
+                extends=prompt.extends,
+                accepted=prompt.accepted,
                 notes=notes + finished.notes,
                 stopped_by=output.stopped_by,
                 experts=output.experts,

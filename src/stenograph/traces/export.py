@@ -24,13 +24,11 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 def session_row(sample: Sample, tree: TraceTree) -> dict[str, Any]:
     """A sample with its session's id, what was said on its branch, and the tools that stood there."""
     last = sample.turns[-1].turn
-    conversation = tree.conversation(last)
-    said = (*conversation.messages, tree.turns[last].reply.message())
-    tools = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in conversation.tools]
+    tools = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tree.turn(last).tools]
     return {
         "session": sample.session,
         **sample_row(sample),
-        "messages": [message_row(message) for message in said],
+        "messages": [message_row(message) for message in tree.said(last)],
         "tools": tools,
     }
 
@@ -64,11 +62,14 @@ def tree_row(tree: TraceTree, with_ids: bool) -> dict[str, Any]:
         {
             "id": turn.id,
             "node": tree.node(turn.id).id,
-            "state": tree.states[turn.id],
+            "parent": tree.parent(turn.id),
+            "extends": turn.extends,
+            "state": tree.state(turn.id),
             "finish_reason": turn.finish_reason,
             "role": turn.role,
+            "role_evidence": turn.role_evidence,
             "versions": turn.versions,
-            "accepted": [],
+            "accepted": turn.accepted,
             "notes": turn.notes,
         }
         for turn in tree.turns.values()

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from stenograph.errors import TraceError
+from stenograph.traces.drift import Drift, explain
+from stenograph.traces.equivalences import NAMES
+from stenograph.traces.matching import Match, Matcher
 from stenograph.traces.samples import flatten, mask_reason
-from stenograph.traces.store import Disposition, Drift, Ledger, SessionInfo, State
+from stenograph.traces.store import Disposition, Ledger, SessionInfo, State
 from stenograph.traces.trace import TraceTree, TurnState
-from stenograph.types import Sample, Turn
+from stenograph.types import Conversation, Sample, Turn
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
     metadata: Mapping[str, Any]
+    matcher: Matcher
     tree: TraceTree = field(default_factory=TraceTree)
     state: State = "open"
     reward: float | None = None
@@ -28,9 +32,10 @@ class _Session:
 
 
 class MemoryTraceStore:
-    """A TraceStore that lives and dies with its process."""
+    """A TraceStore that lives and dies with its process. `allowed` names the differences that matching accepts."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: Collection[str] = NAMES) -> None:
+        self._allowed = allowed
         self._lock = threading.RLock()
         self._sessions: dict[str, _Session] = {}
 
@@ -38,7 +43,7 @@ class MemoryTraceStore:
         with self._lock:
             if session in self._sessions:
                 raise TraceError(f"session {session} is open already")
-            self._sessions[session] = _Session(dict(metadata))
+            self._sessions[session] = _Session(dict(metadata), Matcher(self._allowed))
 
     def get(self, session: str) -> SessionInfo:
         with self._lock:
@@ -60,17 +65,25 @@ class MemoryTraceStore:
         with self._lock:
             return self._held(session).tree
 
+    def match(self, session: str, conversation: Conversation) -> Match | None:
+        with self._lock:
+            held = self._held(session)
+            return held.matcher.match(held.tree, conversation)
+
     def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
         with self._lock:
             held = self._held(session)
             if held.state == "sealed":
                 raise TraceError(f"session {session} is sealed; nothing can be recorded any more")
             forks = held.tree.add_siblings(turns, parent)
-            held.drift += [_fork(turn, parent, at) for turn, at in zip(turns, forks, strict=True) if at is not None]
+            forked = [(turn, at) for turn, at in zip(turns, forks, strict=True) if at is not None]
+            held.drift += [explain(held.tree, turn, at, self._allowed) for turn, at in forked]
 
     def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:
         with self._lock:
-            self._held(session).tree.states.update(dict.fromkeys(turns, state))
+            tree = self._held(session).tree
+            for turn in turns:
+                tree.mark(turn, state)
 
     def drop(self, session: str, reason: str, num_tokens: int) -> None:
         with self._lock:
@@ -121,25 +134,16 @@ class MemoryTraceStore:
 
     def release(self, sessions: Iterable[str]) -> list[str]:
         with self._lock:
-            return [session for session in sessions if self._sessions.pop(session, None) is not None]
+            released = []
+            for session in sessions:
+                held = self._sessions.pop(session, None)
+                if held is not None:
+                    held.tree.release()
+                    released.append(session)
+            return released
 
     def _held(self, session: str) -> _Session:
         held = self._sessions.get(session)
         if held is None:
             raise TraceError(f"unknown session {session}")
         return held
-
-
-def _fork(turn: Turn, parent: str | None, token: int) -> Drift:
-    return Drift(
-        turn=turn.id,
-        parent_turn=parent,
-        message=None,
-        role=None,
-        field=None,
-        before=None,
-        after=None,
-        char=None,
-        token=token,
-        cause="unknown",
-    )

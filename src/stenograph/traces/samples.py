@@ -51,7 +51,7 @@ def _branch(
     versions = np.full(len(ids), -1, np.int32)
     spans = []
     for name in tree.path_turns(leaf):
-        turn, node = tree.turns[name], tree.node(name)
+        turn, node = tree.turn(name), tree.node(name)
         here = slice(node.start, node.end)
         rollout_logprobs[here] = turn.rollout_logprobs
         for start, version in turn.versions:  # each up to where the next one writes over it
@@ -62,7 +62,7 @@ def _branch(
     return Sample(
         session=session,
         branch=number,
-        role=tree.turns[leaf].role,
+        role=tree.turn(leaf).role,
         rollout_id=metadata.get("rollout_id"),
         group_id=metadata.get("group_id"),
         task_id=metadata.get("task_id"),

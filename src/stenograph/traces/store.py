@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from stenograph.traces.drift import Drift
+from stenograph.traces.matching import Match
 from stenograph.traces.trace import TraceTree, TurnState
-from stenograph.types import Sample, Turn
+from stenograph.types import Conversation, Sample, Turn
 
 State = Literal["open", "sealed"]
 
@@ -43,23 +45,6 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
-    """Why a branch began: the first difference between the recorded conversation and the one that came."""
-
-    turn: str
-    parent_turn: str | None
-    message: int | None
-    role: str | None
-    field: str | None
-    before: str | None
-    after: str | None
-    char: int | None
-    token: int
-    cause: str
-    setting: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Disposition:
     """What became of a session's trainable tokens: `trained`, or `dropped` for `reason`."""
 
@@ -76,8 +61,12 @@ class TraceStore(Protocol):
 
     def tree(self, session: str) -> TraceTree: ...
 
+    def match(self, session: str, conversation: Conversation) -> Match | None:
+        """Find the turn that a request goes on from."""
+        ...
+
     def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
-        """Record sibling turns below `parent`, atomically: after an error nothing of them is there."""
+        """Record sibling turns that go on from `parent`, atomically: after an error nothing of them is there."""
         ...
 
     def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:

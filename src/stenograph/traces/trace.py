@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
 
 from stenograph.errors import TraceError
-from stenograph.traces.digests import conversation_labels, message_digests, tools_digest
+from stenograph.traces.digests import message_digests, tools_digest
 from stenograph.traces.tree import Node as ToldNode
 from stenograph.traces.tree import PrefixTree
 from stenograph.types import Conversation, Ids, Message, Turn
@@ -27,7 +28,7 @@ class Node:
     start: int  # tokens before this node on its path
     ids: Ids
     turn: str | None = None
-    children: list[Node] = field(default_factory=list)
+    children: tuple[Node, ...] = ()
 
     @property
     def kind(self) -> Literal["context", "output"]:
@@ -38,12 +39,16 @@ class Node:
         return self.start + len(self.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The deepest recorded turn that a conversation continues; messages[:num_known] are recorded."""
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """A turn in its place. `told` is where its reply ends what was said, and `num_messages` how many that are."""
 
-    turn: str
-    num_known: int
+    turn: Turn
+    parent: Recorded | None
+    node: Node
+    told: ToldNode[bytes, tuple[str, ...]]
+    num_messages: int
+    state: TurnState = "committed"
 
 
 class TraceTree:
@@ -52,30 +57,15 @@ class TraceTree:
     def __init__(self) -> None:
         self._root = Node(0, None, 0, EMPTY)
         self._num_nodes = 1
-        self.turns: dict[str, Turn] = {}
-        self.parents: dict[str, str | None] = {}
-        self.states: dict[str, TurnState] = {}
-        self._nodes: dict[str, Node] = {}
-        # What was said, message by message: the turns that a conversation's reply may be, where it ends in one.
-        self._told: PrefixTree[bytes, tuple[str, ...]] = PrefixTree()
-        self._told_at: dict[str, ToldNode[bytes, tuple[str, ...]]] = {}
+        self._recorded: dict[str, Recorded] = {}
+        # What was said: the tools, then message by message; the turns that a conversation's reply may be, where it
+        # ends in one.
+        self.told: PrefixTree[bytes, tuple[str, ...]] = PrefixTree()
 
-    def match(self, conversation: Conversation, labels: Sequence[bytes] | None = None) -> Match | None:
-        """Find the deepest turn whose conversation and reply are the first messages of `conversation`, not all.
-
-        `labels` are the conversation's where they are known already; what follows them does not count.
-        """
-        messages = conversation.messages
-        if labels is None:
-            labels = conversation_labels(conversation)
-        found = self._told.search(labels[: len(messages)], valued=True)  # all but the last message
-        if not found.nodes:
-            return None
-        num_known = found.length - 1
-        return Match(self._meant(found.nodes[-1].value, messages[num_known - 1]), num_known)
+    # --- recording -----------------------------------------------------------------------------------------------
 
     def add(self, turn: Turn, parent: str | None) -> int | None:
-        """Hang `turn` below `parent`'s output, or, with no parent, below the longest recorded prefix of its ids.
+        """Hang `turn` below `parent`'s output where it extends that, else below the longest recorded prefix of its ids.
 
         Returns the position at which its context leaves what other turns were told: a fork. None where it is new at
         the end of a branch, or all of it was told before: such a turn is a sibling.
@@ -84,62 +74,121 @@ class TraceTree:
 
     def add_siblings(self, turns: Sequence[Turn], parent: str | None) -> list[int | None]:
         """Add turns that answer one and the same request, all or none of them."""
-        first = () if parent is not None else (tools_digest(turns[0].tools),)
+        before = None if parent is None else self._recorded[parent]
+        first = [] if before is not None else [tools_digest(turns[0].tools)]
         keys = [[*first, *message_digests((*turn.messages, turn.reply.message()))] for turn in turns]
         for turn in turns:
-            if turn.id in self.turns:
+            if turn.id in self._recorded:
                 raise TraceError(f"turn {turn.id} is recorded already")
         # From here on nothing fails.
-        for turn, key in reversed(list(zip(turns, keys, strict=True))):
-            at = None if parent is None else self._told_at[parent]
-            known = self._told.search(key, at=at)
-            equal = known.nodes[-1].value if known.length == len(key) and known.nodes[-1].has_value else ()
-            self._told_at[turn.id] = self._told.insert(key, (*equal, turn.id), at=at)
-        return [self._hang(turn, parent) for turn in turns]
+        told = [self._tell(turn, key, before) for turn, key in reversed(list(zip(turns, keys, strict=True)))]
+        return [self._hang(turn, before, at) for turn, at in zip(turns, reversed(told), strict=True)]
 
-    def _meant(self, equal: tuple[str, ...], message: Message) -> str:
-        """Of turns whose replies are equal, the one whose calls' ids came back; else the first choice told last."""
-        ids = [call.id for call in message.tool_calls]
-        same = (turn for turn in equal if [call.id for call in self.turns[turn].reply.tool_calls] == ids)
-        return next(same, equal[-1]) if ids else equal[-1]
+    def _tell(self, turn: Turn, key: list[bytes], before: Recorded | None) -> ToldNode[bytes, tuple[str, ...]]:
+        """Siblings that say the same share a place; the first choice is told last, and so is found first."""
+        at = None if before is None else before.told
+        known = self.told.search(key, at=at)
+        equal = known.nodes[-1].value if known.length == len(key) and known.nodes[-1].has_value else ()
+        return self.told.insert(key, (*equal, turn.id), at=at)
 
-    def _hang(self, turn: Turn, parent: str | None) -> int | None:
-        node, shared = self._descend(self._root if parent is None else self._nodes[parent], turn.context_ids)
-        fork = None
-        if shared:  # what others were told too is kept once
-            turn = replace(turn, context_ids=turn.context_ids[shared:].copy())
+    def _hang(self, turn: Turn, before: Recorded | None, told: ToldNode[bytes, tuple[str, ...]]) -> int | None:
+        extended = before.node if before is not None and turn.extends else self._root
+        node, num_shared = self._descend(extended, turn.context_ids)
+        fork = node.end if num_shared < len(turn.context_ids) and node.children else None
+        turn = _slim(turn, num_shared, before)
         if len(turn.context_ids):
-            fork = node.end if node.children else None
             node = self._new_node(node, turn.context_ids)
-        self._nodes[turn.id] = self._new_node(node, turn.output_ids, turn.id)
-        self.turns[turn.id] = turn
-        self.parents[turn.id] = parent
-        self.states[turn.id] = "committed"
+        num_messages = len(turn.messages) + 1 + (before.num_messages if before is not None else 0)
+        output = self._new_node(node, turn.output_ids, turn.id)
+        self._recorded[turn.id] = Recorded(turn, before, output, told, num_messages)
         return fork
+
+    def mark(self, turn: str, state: TurnState) -> None:
+        self._recorded[turn].state = state
+
+    def release(self) -> None:
+        """Let go of everything; without this, nodes that know their parents would wait for the garbage collector."""
+        for node in list(self.nodes()):
+            node.children = ()
+        self._root.children = ()
+        self._recorded.clear()
+        self.told.release()
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def turns(self) -> Mapping[str, Turn]:
+        """Every turn by its id, oldest first."""
+        return {name: recorded.turn for name, recorded in self._recorded.items()}
+
+    def __contains__(self, turn: object) -> bool:
+        return turn in self._recorded
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def recorded(self, turn: str) -> Recorded:
+        return self._recorded[turn]
+
+    def turn(self, turn: str) -> Turn:
+        return self._recorded[turn].turn
+
+    def parent(self, turn: str) -> str | None:
+        """The turn whose reply `turn`'s conversation goes on from."""
+        before = self._recorded[turn].parent
+        return None if before is None else before.turn.id
+
+    def state(self, turn: str) -> TurnState:
+        return self._recorded[turn].state
+
+    def node(self, turn: str) -> Node:
+        return self._recorded[turn].node
 
     def path_ids(self, turn: str) -> Ids:
         """Ids of a turn's prompt and output, as the engine saw them."""
-        return np.concatenate([node.ids for node in self._path(self._nodes[turn])])
+        return np.concatenate([node.ids for node in self._path(self.node(turn))])
+
+    def path_turns(self, turn: str) -> list[str]:
+        """The turns whose outputs lie on the path to `turn`, oldest first, `turn` included."""
+        return [node.turn for node in self._path(self.node(turn)) if node.turn is not None]
 
     def conversation(self, turn: str) -> Conversation:
         """What `turn` answered: the messages of the turns before it, their replies among them, and its own."""
         messages: list[Message] = []
-        for name in self._lineage(turn):
-            messages += self.turns[name].messages
-            if name != turn:
-                messages.append(self.turns[name].reply.message())
-        return Conversation(tuple(messages), self.turns[turn].tools)
+        for recorded in self._lineage(turn):
+            messages += recorded.turn.messages
+            if recorded.turn.id != turn:
+                messages.append(recorded.turn.reply.message())
+        return Conversation(tuple(messages), self.turn(turn).tools)
 
-    def path_turns(self, turn: str) -> list[str]:
-        """The turns whose outputs lie on the path to `turn`, oldest first, `turn` included."""
-        return [node.turn for node in self._path(self._nodes[turn]) if node.turn is not None]
+    def said(self, turn: str) -> tuple[Message, ...]:
+        """The conversation with `turn`'s reply at its end."""
+        return (*self.conversation(turn).messages, self.turn(turn).reply.message())
 
-    def node(self, turn: str) -> Node:
-        return self._nodes[turn]
+    def message(self, turn: str, index: int) -> Message:
+        """The message at `index` of what `said` gives, found from its end."""
+        recorded = self._recorded[turn]
+        while recorded.parent is not None and index < recorded.parent.num_messages:
+            recorded = recorded.parent
+        offset = index - (recorded.num_messages - 1 - len(recorded.turn.messages))
+        messages = recorded.turn.messages
+        return messages[offset] if offset < len(messages) else recorded.turn.reply.message()
+
+    def first_below(self, told: ToldNode[bytes, tuple[str, ...]]) -> str:
+        """A turn whose reply ends at `told` or is the next one below it."""
+        while not told.has_value:
+            told = next(iter(told.children))
+        return told.value[-1]
+
+    def last_below(self, told: ToldNode[bytes, tuple[str, ...]]) -> str:
+        """The turn at the end of the branch that was begun last below `told`."""
+        while told.children:
+            told = list(told.children)[-1]
+        return told.value[-1]
 
     def leaves(self) -> list[str]:
         """Turns that no other turn continues, oldest first: one per branch."""
-        return [turn for turn in self.turns if not self._nodes[turn].children]
+        return [name for name, recorded in self._recorded.items() if not recorded.node.children]
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the empty root, parents before children."""
@@ -149,44 +198,44 @@ class TraceTree:
             yield node
             stack.extend(reversed(node.children))
 
+    # --- the nodes -----------------------------------------------------------------------------------------------
+
     def _descend(self, node: Node, ids: Ids) -> tuple[Node, int]:
         """Follow `ids` down from `node` as far as they are recorded, splitting the context node where they leave it."""
         position = 0
-        while True:
-            child, common = max(
-                ((child, _common_prefix(child.ids, ids[position:])) for child in node.children),
-                key=lambda pair: pair[1],
-                default=(None, 0),
-            )
-            # A rendered path enters a sampled node only as a whole: part of an output is not something that was sent.
-            if child is None or common == 0 or (child.kind == "output" and common < len(child.ids)):
-                return node, position
+        while position < len(ids):
+            ways = [(common, child) for child in node.children if (common := _num_shared(child, ids[position:]))]
+            if not ways:
+                break
+            common, child = max(ways, key=itemgetter(0))
             position += common
             if common < len(child.ids):
                 return self._split(child, common), position
             node = child
+        return node, position
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut a context node in two, so that another branch can begin at token `at`; returns the upper part."""
         assert node.parent is not None
-        upper = Node(self._num_nodes, node.parent, node.start, node.ids[:at], children=[node])
+        upper = Node(self._num_nodes, node.parent, node.start, node.ids[:at], children=(node,))
         self._num_nodes += 1
-        siblings = node.parent.children
-        siblings[siblings.index(node)] = upper
+        node.parent.children = tuple(upper if child is node else child for child in node.parent.children)
         node.parent, node.start, node.ids = upper, upper.end, node.ids[at:]
         return upper
 
     def _new_node(self, parent: Node, ids: Ids, turn: str | None = None) -> Node:
         node = Node(self._num_nodes, parent, parent.end, ids, turn)
         self._num_nodes += 1
-        parent.children.append(node)
+        parent.children += (node,)
         return node
 
-    def _lineage(self, turn: str) -> list[str]:
+    def _lineage(self, turn: str) -> list[Recorded]:
         """The turns that `turn` continues, oldest first, and itself."""
-        lineage = [turn]
-        while (parent := self.parents[lineage[-1]]) is not None:
-            lineage.append(parent)
+        lineage = []
+        recorded: Recorded | None = self._recorded[turn]
+        while recorded is not None:
+            lineage.append(recorded)
+            recorded = recorded.parent
         return lineage[::-1]
 
     @staticmethod
@@ -198,7 +247,25 @@ class TraceTree:
         return path[::-1]
 
 
-def _common_prefix(a: Ids, b: Ids) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+def _slim(turn: Turn, num_shared: int, before: Recorded | None) -> Turn:
+    """`turn` without what is held already: ids that others were told too, and values equal to its parent's."""
+    if num_shared:
+        turn = replace(turn, context_ids=turn.context_ids[num_shared:].copy())
+    if before is not None:
+        held = before.turn
+        same = {name: getattr(held, name) for name in _OFTEN_EQUAL if getattr(held, name) == getattr(turn, name)}
+        turn = replace(turn, **same)
+    return turn
+
+
+_OFTEN_EQUAL = ("sampling", "versions", "tools", "notes", "accepted", "role_evidence")
+
+
+def _num_shared(node: Node, ids: Ids) -> int:
+    """How many of `ids` a path enters `node` with: an output as a whole, for part of one is nothing that was sent."""
+    if not len(node.ids) or node.ids[0] != ids[0]:  # nearly always, and not worth comparing all
+        return 0
+    n = min(len(node.ids), len(ids))
+    different = np.flatnonzero(node.ids[:n] != ids[:n])
+    common = int(different[0]) if len(different) else n
+    return common if node.kind == "context" or common == len(node.ids) else 0

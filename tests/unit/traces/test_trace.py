@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,8 +9,7 @@ from hypothesis import strategies as st
 
 from stenograph.errors import TraceError
 from stenograph.traces.trace import TraceTree
-from stenograph.types import Conversation, Message, Reply, Tool, ToolCall
-from support.turns import asking, make_turn, user
+from support.turns import make_turn, user
 
 
 def test_a_turn_that_continues_adds_what_is_new() -> None:
@@ -20,78 +17,12 @@ def test_a_turn_that_continues_adds_what_is_new() -> None:
     first = make_turn([1, 2, 3], [4, 5], asked=[user("a")], said="b")
     second = make_turn([6], [7], asked=[user("c")], said="d")
     tree.add(first, None)
-    match = tree.match(asking("a", "b", "c"))
-    assert match is not None
-    assert (match.turn, match.num_known) == (first.id, 2)
-    tree.add(second, match.turn)
+    tree.add(second, first.id)
     assert tree.path_ids(second.id).tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert [len(node.ids) for node in tree.nodes()] == [3, 2, 1, 1]
     assert tree.path_turns(second.id) == [first.id, second.id]
     assert [m.content for m in tree.conversation(second.id).messages] == ["a", "b", "c"]
     assert tree.leaves() == [second.id]
-
-
-def test_the_deepest_turn_is_matched_and_a_repeat_is_a_sibling() -> None:
-    tree = TraceTree()
-    first, second = make_turn([1], [2], asked=[user("a")], said="b"), make_turn([3], [4], asked=[user("c")], said="d")
-    tree.add(first, None)
-    tree.add(second, first.id)
-    deepest, repeat = tree.match(asking("a", "b", "c", "d", "e")), tree.match(asking("a", "b", "c"))
-    assert deepest is not None
-    assert repeat is not None
-    assert (deepest.turn, repeat.turn) == (second.id, first.id)
-    sibling = make_turn([3], [5], asked=[user("c")], said="x")
-    assert tree.add(sibling, repeat.turn) is None  # the context is shared: no fork
-    assert len(list(tree.nodes())) == 5
-    assert tree.leaves() == [second.id, sibling.id]
-
-
-@pytest.mark.parametrize(
-    "said",
-    [("A", "b", "c"), ("a", "B", "c"), ("a",), ("a", "b")],
-    ids=["another question", "an edited answer", "no answer yet", "nothing new"],
-)
-def test_what_was_not_said_is_not_matched(said: tuple[str, ...]) -> None:
-    tree = TraceTree()
-    tree.add(make_turn([1], [2], asked=[user("a")], said="b"), None)
-    assert tree.match(asking(*said)) is None
-
-
-def test_other_tools_are_another_conversation() -> None:
-    tree = TraceTree()
-    tree.add(make_turn([1], [2], asked=[user("a")], said="b"), None)
-    assert tree.match(asking("a", "b", "c", tools=(Tool("t", "", {}),))) is None
-
-
-def test_ids_and_spelling_of_calls_do_not_part_conversations() -> None:
-    tree = TraceTree()
-    turn = make_turn([1], [2], asked=[user("a")])
-    object.__setattr__(turn, "reply", Reply("", "", (ToolCall("call_1", "f", "{}"),)))
-    tree.add(turn, None)
-    echoed = Message("assistant", tool_calls=(ToolCall("other", "f", "{}"),))
-    assert tree.match(Conversation((user("a"), echoed, Message("tool", "x", tool_call_id="other")))) is not None
-    respelled = Message("assistant", tool_calls=(ToolCall("call_1", "f", "{ }"),))
-    assert tree.match(Conversation((user("a"), respelled, Message("tool", "x")))) is not None
-    changed = Message("assistant", tool_calls=(ToolCall("call_1", "f", '{"a": 1}'),))
-    assert tree.match(Conversation((user("a"), changed, Message("tool", "x")))) is None
-
-
-def test_of_equal_replies_the_one_whose_calls_came_back_is_meant() -> None:
-    tree = TraceTree()
-    choices = []
-    for n in range(3):
-        turn = make_turn([1], [2], asked=[user("a")])
-        choices.append(replace(turn, reply=Reply("", "", (ToolCall(f"call_{n}", "f", "{}"),))))
-    tree.add_siblings(choices, None)
-    result = Message("tool", "x")
-    for choice in choices:
-        match = tree.match(Conversation((user("a"), choice.reply.message(), result)))
-        assert match is not None
-        assert match.turn == choice.id
-    unknown = Message("assistant", tool_calls=(ToolCall("theirs", "f", "{}"),))
-    match = tree.match(Conversation((user("a"), unknown, result)))
-    assert match is not None
-    assert match.turn == choices[0].id  # what clients take where they do not choose
 
 
 def test_a_fork_cuts_context_and_never_an_output() -> None:

@@ -1,0 +1,228 @@
+"""Why a branch began: the first difference between what came and what is recorded in its place, and a likely cause."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stenograph.traces.digests import conversation_labels, message_digests
+from stenograph.traces.equivalences import accept, minted_turns
+from stenograph.traces.trace import TraceTree
+from stenograph.types import Message, Tool, Turn
+
+Cause = Literal[
+    "template_rewrites_history",
+    "reasoning_stripped",
+    "arguments_changed",
+    "message_changed",
+    "message_inserted",
+    "history_truncated",
+    "compaction",
+    "system_changed",
+    "tools_changed",
+    "unknown",
+]
+_CONTEXT_CHARS = 40  # of a text before its first difference
+_SHOWN_CHARS = 160
+_SUMMARY_CHARS = 32  # a reply of fewer is no summary that would be known again
+_RECENT_TURNS = 64  # among which the summary is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A fork. `message` is an index into the request's messages; `before` and `after` are the texts around `char`.
+
+    `token` is where the branch begins on its path; `rerendered` are the tokens of context behind it, where replies
+    that were recorded before are among them. `setting` names what would accept the difference.
+    """
+
+    turn: str
+    parent_turn: str | None
+    message: int | None
+    role: str | None
+    field: str | None
+    before: str | None
+    after: str | None
+    char: int | None
+    token: int
+    cause: Cause
+    setting: str | None = None
+    rerendered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """What differs first, and why, as far as can be told."""
+
+    cause: Cause
+    message: int | None = None
+    role: str | None = None
+    field: str | None = None
+    before: str = ""
+    after: str = ""
+    setting: str | None = None
+
+    @property
+    def char(self) -> int | None:
+        if self.field is None:
+            return None
+        n = min(len(self.before), len(self.after))
+        return next((i for i in range(n) if self.before[i] != self.after[i]), n)
+
+
+def explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) -> Drift:
+    """Describe the fork at `token` with which `turn`, in the tree already, begins a branch."""
+    found = _difference(tree, turn, token, allowed)
+    asked = tree.conversation(turn.id).messages
+    again = any(message.role == "assistant" for message in asked[found.message or 0 :])
+    char = found.char
+    cut = slice(max(0, (char or 0) - _CONTEXT_CHARS), (char or 0) + _SHOWN_CHARS)
+    return Drift(
+        turn=turn.id,
+        parent_turn=tree.parent(turn.id),
+        message=found.message,
+        role=found.role,
+        field=found.field,
+        before=found.before[cut] if found.field else None,
+        after=found.after[cut] if found.field else None,
+        char=char,
+        token=token,
+        cause=found.cause,
+        setting=found.setting,
+        rerendered=tree.node(turn.id).start - token if again else 0,
+    )
+
+
+def _difference(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) -> _Difference:
+    parent = tree.parent(turn.id)
+    if parent is not None and not turn.extends:
+        return _rewritten(tree, parent, token)
+    other = _other(tree, turn)
+    if other is None:
+        return _Difference("unknown")
+    said, asked = tree.said(other), tree.conversation(turn.id).messages
+    index = _num_equal(said, asked)
+    tools = tree.turn(other).tools
+    if tools != turn.tools and (index > 0 or said[0].role != "system"):
+        return _Difference("tools_changed", None, None, "tools", _told(tools), _told(turn.tools))
+    if index in (len(said), len(asked)):
+        return _Difference("history_truncated" if index < len(said) else "unknown", index)
+    return _between(tree, said, asked, index, allowed)
+
+
+def _rewritten(tree: TraceTree, parent: str, token: int) -> _Difference:
+    """All messages are as recorded, and their ids are not: the first reply that the fork cuts off is what changed."""
+    turn = next((turn for turn in tree.path_turns(parent) if tree.node(turn).end > token), parent)
+    recorded = tree.recorded(turn)
+    field = "reasoning" if recorded.turn.reply.reasoning else None
+    return _Difference(
+        "template_rewrites_history",
+        recorded.num_messages - 1,
+        "assistant",
+        field,
+        recorded.turn.reply.reasoning,
+        "",
+        "model.thinking_retention" if field else None,
+    )
+
+
+def _other(tree: TraceTree, turn: Turn) -> str | None:
+    """The recorded turn to compare with: one that the last reply's ids name, else one that says the same longest."""
+    asked = tree.conversation(turn.id).messages
+    last = next((message for message in reversed(asked) if message.role == "assistant"), None)
+    named = [name for name in minted_turns(last) if name in tree] if last is not None else []
+    if named and tree.said(named[0]) != asked[: tree.recorded(named[0]).num_messages]:
+        return named[0]
+    before = tree.recorded(turn.id).parent
+    labels = (
+        [*message_digests(turn.messages)] if before is not None else [*conversation_labels(tree.conversation(turn.id))]
+    )
+    path = tree.told.search(labels, at=None if before is None else before.told).nodes
+    for node, label in reversed(list(zip(path, labels, strict=False))):
+        others = [child for child in node.children if child.label != label]
+        if others:
+            # Of conversations with other tools, one that begins with the same message is the nearest.
+            alike = [child for child in others if node is tree.told.root and child.child(labels[1]) is not None]
+            return tree.last_below((alike or others)[-1])
+    return None
+
+
+def _between(
+    tree: TraceTree, said: Sequence[Message], asked: Sequence[Message], index: int, allowed: Collection[str]
+) -> _Difference:
+    """The difference between two messages in the same place."""
+    before, after = said[index], asked[index]
+    field, old, new = _field(before, after)
+    cause, setting = _cause(tree, said, asked, index, field), None
+    names = accept(before, after)
+    off = [name for name in names or () if name not in allowed]
+    if off:
+        setting = f"matching.{off[0]}"
+        cause = _CAUSES.get(off[0], cause)
+    return _Difference(cause, index, after.role, field, old, new, setting)
+
+
+_CAUSES: dict[str, Cause] = {
+    "reasoning_dropped": "reasoning_stripped",
+    "reasoning_in_content": "reasoning_stripped",
+    "arguments_respelled": "arguments_changed",
+    "arguments_mended": "arguments_changed",
+}
+
+
+def _cause(tree: TraceTree, said: Sequence[Message], asked: Sequence[Message], index: int, field: str) -> Cause:
+    before, after = said[index], asked[index]
+    if len(asked) < len(said) and _holds_reply(tree, after):
+        return "compaction"
+    if message_digests([before])[0] in message_digests(asked[index + 1 :]):
+        return "message_inserted"
+    if message_digests([after])[0] in message_digests(said[index + 1 :]):
+        return "history_truncated"
+    if "system" in (before.role, after.role):
+        return "system_changed"
+    if before.role == after.role == "assistant":
+        if field == "reasoning" and not after.reasoning:
+            return "reasoning_stripped"
+        if field == "arguments":
+            return "arguments_changed"
+        if before.content.startswith(after.content):
+            return "history_truncated"  # of a reply, its beginning
+    return "message_changed"
+
+
+def _holds_reply(tree: TraceTree, message: Message) -> bool:
+    """Whether a message that is no reply quotes one: that is how agents go on from a summary."""
+    if message.role == "assistant":
+        return False
+    recent = list(tree.turns.values())[-_RECENT_TURNS:]
+    return any(len(turn.reply.content) >= _SUMMARY_CHARS and turn.reply.content in message.content for turn in recent)
+
+
+def _field(before: Message, after: Message) -> tuple[str, str, str]:
+    """The first field that differs, and its two texts."""
+    for name in ("role", "content", "reasoning"):
+        if getattr(before, name) != getattr(after, name):
+            return name, getattr(before, name), getattr(after, name)
+    for ours, theirs in zip(before.tool_calls, after.tool_calls, strict=False):
+        for name in ("name", "arguments", "id"):
+            if getattr(ours, name) != getattr(theirs, name):
+                return name, getattr(ours, name), getattr(theirs, name)
+    if len(before.tool_calls) != len(after.tool_calls):
+        return "tool_calls", _called(before), _called(after)
+    if before.tool_call_id != after.tool_call_id:
+        return "tool_call_id", before.tool_call_id or "", after.tool_call_id or ""
+    return "name", before.name or "", after.name or ""
+
+
+def _num_equal(a: Sequence[Message], b: Sequence[Message]) -> int:
+    pairs = zip(message_digests(a), message_digests(b), strict=False)
+    return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(a), len(b)))
+
+
+def _told(tools: Sequence[Tool]) -> str:
+    return ", ".join(tool.name for tool in tools)
+
+
+def _called(message: Message) -> str:
+    return ", ".join(call.name for call in message.tool_calls)

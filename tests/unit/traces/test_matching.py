@@ -1,0 +1,197 @@
+"""A request goes on from the turn that it means: equal messages, or differences of a known kind and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from stenograph.traces.matching import Match, Matcher
+from stenograph.traces.trace import TraceTree
+from stenograph.types import Conversation, Message, Reply, Tool, ToolCall, Turn
+from support.turns import asking, make_turn, user
+
+
+def result(text: str, id: str | None = None) -> Message:
+    return Message("tool", text, tool_call_id=id)
+
+
+def calling(*calls: ToolCall, content: str = "", reasoning: str = "") -> Reply:
+    return Reply(content, reasoning, calls)
+
+
+def add(tree: TraceTree, asked: Sequence[Message], reply: Reply, parent: Turn | None = None) -> Turn:
+    turn = replace(make_turn([len(tree)], [len(tree) + 1000], asked=asked), reply=reply)
+    tree.add(turn, parent.id if parent is not None else None)
+    return turn
+
+
+def match(tree: TraceTree, *messages: Message, matcher: Matcher | None = None) -> Match | None:
+    return (matcher or Matcher()).match(tree, Conversation(messages))
+
+
+def test_the_deepest_turn_is_matched() -> None:
+    tree = TraceTree()
+    first = add(tree, [user("a")], Reply("b"))
+    second = add(tree, [user("c")], Reply("d"), first)
+    deepest, repeat = (Matcher().match(tree, asking(*said)) for said in ("abcde", "abc"))
+    assert deepest is not None
+    assert repeat is not None
+    assert (deepest.turn, deepest.num_known, deepest.accepted) == (second.id, 4, ())
+    assert (repeat.turn, repeat.num_known) == (first.id, 2)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [("A", "b", "c"), ("a", "B", "c"), ("a",), ("a", "b")],
+    ids=["another question", "an edited answer", "no answer yet", "nothing new"],
+)
+def test_what_was_not_said_is_not_matched(said: tuple[str, ...]) -> None:
+    tree = TraceTree()
+    add(tree, [user("a")], Reply("b"))
+    assert Matcher().match(tree, asking(*said)) is None
+
+
+def test_other_tools_are_another_conversation() -> None:
+    tree = TraceTree()
+    add(tree, [user("a")], Reply("b"))
+    assert Matcher().match(tree, asking("a", "b", "c", tools=(Tool("t", "", {}),))) is None
+
+
+def test_a_known_difference_is_accepted_named_and_taken_back() -> None:
+    tree = TraceTree()
+    turn = add(tree, [user("a")], calling(ToolCall("call_1", "f", '{"x": 1}'), reasoning="why"))
+    came = Message("assistant", tool_calls=(ToolCall("theirs", "f", '{"x":1}'),))
+    found = match(tree, user("a"), came, result("r", "theirs"))
+    assert found is not None
+    assert (found.turn, found.num_known) == (turn.id, 2)
+    assert found.accepted == ("arguments_respelled", "ids_changed", "reasoning_dropped")
+    # What is known stands as it is recorded, and what is new refers to the recorded calls.
+    assert found.asked.messages == (user("a"), turn.reply.message(), result("r", "call_1"))
+
+
+def test_a_difference_accepted_before_is_found_by_its_digest_again() -> None:
+    tree, matcher = TraceTree(), Matcher()
+    first = add(tree, [user("a")], Reply("b", "why"))
+    assert match(tree, user("a"), Message("assistant", "b"), user("c"), matcher=matcher) is not None
+    second = add(tree, [user("c")], Reply("d", "because"), first)
+    said = (user("a"), Message("assistant", "b"), user("c"), Message("assistant", "d"), user("e"))
+    for _ in range(2):
+        found = match(tree, *said, matcher=matcher)
+        assert found is not None
+        assert (found.turn, found.accepted) == (second.id, ("reasoning_dropped",))
+
+
+def test_an_equivalence_that_is_off_is_a_fork() -> None:
+    tree = TraceTree()
+    add(tree, [user("a")], Reply("b", "why"))
+    said = (user("a"), Message("assistant", "b"), user("c"))
+    assert match(tree, *said, matcher=Matcher(allowed=("ids_changed",))) is None
+    assert match(tree, *said) is not None
+
+
+def test_an_id_of_ours_does_not_excuse_another_difference() -> None:
+    tree = TraceTree()
+    turn = add(tree, [user("a")], calling(ToolCall("call_0123456789abcdef_0", "f", "{}"), content="text"))
+    edited = replace(turn.reply.message(), content="another text")
+    assert match(tree, user("a"), edited, result("r", "call_0123456789abcdef_0")) is None
+
+
+def siblings(tree: TraceTree, *replies: Reply) -> list[Turn]:
+    turns = [replace(make_turn([1], [2], asked=[user("a")]), reply=reply) for reply in replies]
+    tree.add_siblings(turns, None)
+    return turns
+
+
+def test_of_equal_replies_the_one_whose_calls_came_back_is_meant() -> None:
+    tree = TraceTree()
+    choices = siblings(tree, *(calling(ToolCall(f"call_{n}", "f", "{}")) for n in range(3)))
+    for choice in choices:
+        found = match(tree, user("a"), choice.reply.message(), result("x"))
+        assert found is not None
+        assert (found.turn, found.accepted) == (choice.id, ())
+    found = match(tree, user("a"), calling(ToolCall("theirs", "f", "{}")).message(), result("x"))
+    assert found is not None
+    assert found.turn == choices[0].id  # what clients take where they do not choose
+
+
+def test_of_equal_replies_the_one_that_an_id_names_is_meant() -> None:
+    tree = TraceTree()
+    choices = siblings(tree, Reply("b", "why"), Reply("b", "why"))
+    for choice in choices:
+        found = match(tree, user("a"), replace(choice.reply.message(), turn=choice.id), user("c"))
+        assert found is not None
+        assert found.turn == choice.id
+
+
+def test_of_replies_that_differ_in_what_was_dropped_the_named_one_is_meant() -> None:
+    tree = TraceTree()
+    choices = siblings(tree, Reply("b", "why"), Reply("b", "because"), Reply("b", "so"))
+    for choice in choices:
+        found = match(tree, user("a"), Message("assistant", "b", turn=choice.id), user("c"))
+        assert found is not None
+        assert found.turn == choice.id
+
+
+def test_a_difference_is_followed_where_it_leads_furthest() -> None:
+    tree = TraceTree()
+    choices = siblings(tree, Reply("b", "why"), Reply("b", "because"))
+    further = add(tree, [user("c")], Reply("d"), choices[1])
+    found = match(tree, user("a"), Message("assistant", "b"), user("c"), Message("assistant", "d"), user("e"))
+    assert found is not None
+    assert found.turn == further.id
+
+
+CALLS = tuple(ToolCall(f"call_{n}", "f", "{}") for n in range(3))
+
+
+def test_results_in_another_order_are_the_same_results() -> None:
+    tree = TraceTree()
+    first = add(tree, [user("a")], calling(*CALLS))
+    results = [result(f"r{n}", f"call_{n}") for n in range(3)]
+    second = add(tree, results, Reply("done"), first)
+    said = (user("a"), first.reply.message(), results[2], results[0], results[1], second.reply.message(), user("b"))
+    found = match(tree, *said)
+    assert found is not None
+    assert (found.turn, found.accepted) == (second.id, ("results_reordered",))
+    assert found.asked.messages[2:5] == tuple(results)
+    off = match(tree, *said, matcher=Matcher(allowed=("ids_changed",)))
+    assert off is not None
+    assert off.turn == first.id
+
+
+def test_results_that_changed_places_with_their_ids_are_others() -> None:
+    tree = TraceTree()
+    calls = tuple(ToolCall(f"call_0123456789abcdef_{n}", "f", "{}") for n in range(2))
+    first = add(tree, [user("a")], calling(*calls))
+    add(tree, [result("x", calls[0].id), result("y", calls[1].id)], Reply("done"), first)
+    crossed = (result("x", calls[1].id), result("y", calls[0].id))
+    found = match(tree, user("a"), first.reply.message(), *crossed, Message("assistant", "done"), user("b"))
+    assert found is not None
+    assert found.turn == first.id
+
+
+def test_what_stands_in_a_client_may_change_anywhere() -> None:
+    """Also in messages that it sent itself, before any reply."""
+    tree = TraceTree()
+    header = "x-billing-header: version=1.2.{};\n\nBe brief."
+    turn = add(tree, [Message("system", header.format("abc")), user("a")], Reply("b"))
+    found = match(tree, Message("system", header.format("def")), user("a"), Message("assistant", "b"), user("c"))
+    assert found is not None
+    assert (found.turn, found.accepted) == (turn.id, ("header_changed",))
+    assert found.asked.messages[0].content == header.format("abc")
+
+
+def test_a_session_of_many_branches_and_turns_is_searched_without_recursion() -> None:
+    tree, matcher = TraceTree(), Matcher()
+    said: list[Message] = []
+    turn = None
+    for n in range(2000):
+        question = user(str(n))
+        turn = add(tree, [question], Reply(f"reply {n}", "why"), turn)
+        said += [question, Message("assistant", f"reply {n}")]
+    assert turn is not None
+    found = match(tree, *said, user("?"), matcher=matcher)
+    assert found is not None
+    assert (found.turn, found.num_known) == (turn.id, 4000)
