@@ -37,7 +37,8 @@ class Request(ABC):
 
     `grammar` is a JSON schema for the answer. `previous` is the id of a stored response that `conversation` goes on
     from; `num_instructions` of its messages hold for this request alone; `references` name the stored responses whose
-    replies stand at positions of it. `notes` say what was asked and is not done.
+    replies stand at positions of it. `notes` say what was asked and is not done. `hints` are what the body says of the
+    client's own session.
     """
 
     conversation: Conversation
@@ -52,6 +53,7 @@ class Request(ABC):
     num_instructions: int = 0
     references: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    hints: Mapping[str, str] = field(default_factory=dict)
 
     @abstractmethod
     def writer(self, name: str, created: int, decode: Decode) -> Writer:
