@@ -1,4 +1,4 @@
-"""The record's cost by the length of a session: one JSON row a case, a text-keyed trie beside it in the same run."""
+"""The record's cost by the length and the shape of a session, a naive trie of texts beside it: one JSON row a case."""
 
 from __future__ import annotations
 
@@ -7,148 +7,246 @@ import gc
 import json
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from stenograph.traces.digests import conversation_labels
 from stenograph.traces.memory import MemoryTraceStore
-from stenograph.types import Conversation, Message, Reply, Sampling, Turn
+from stenograph.types import Conversation, Ids, Message, Reply, Sampling, Turn
 
-NUM_OUTPUT = 200  # tokens of a turn
-NUM_CONTEXT = 120
+NUM_CONTEXT = 120  # tokens of a turn
+NUM_OUTPUT = 200
+LONG = 131_072 // (NUM_CONTEXT + NUM_OUTPUT)  # turns of a branch of 128k tokens
 WINDOW = 50  # turns that a figure is the median of
+NUM_BRANCHES = 64  # from one node
+NUM_AGENTS = 30  # under one system prompt
+NUM_SYSTEM = 20_000  # tokens of it
+NO_IDS: Ids = np.empty(0, np.int32)
 
 
-def make_turn(n: int, question: Message) -> Turn:
+def make_turn(
+    n: int, num_output: int = NUM_OUTPUT, told: tuple[Message, ...] = (), told_ids: Ids = NO_IDS, policy: int = 0
+) -> Turn:
+    """A question and its answer, after what the agent was `told`. As in a gateway, turns have no object in common."""
     rng = np.random.default_rng(n)
+    asked = rng.integers(0, 150_000, NUM_CONTEXT, dtype=np.int32)
     return Turn(
-        id=f"turn_{n}",
-        context_ids=rng.integers(0, 150_000, NUM_CONTEXT, dtype=np.int32),
-        output_ids=rng.integers(0, 150_000, NUM_OUTPUT, dtype=np.int32),
-        rollout_logprobs=rng.standard_normal(NUM_OUTPUT, dtype=np.float32),
-        versions=((0, 0),),
+        id=f"turn_{n:016x}",
+        context_ids=np.concatenate([told_ids, asked]),
+        output_ids=rng.integers(0, 150_000, num_output, dtype=np.int32),
+        rollout_logprobs=rng.standard_normal(num_output, dtype=np.float32),
+        versions=((0, policy),),
         finish_reason="stop",
         ended_by="eos",
         sampling=Sampling(),
         logprobs_mode="raw",
-        messages=(question,),
+        messages=(*told, Message("user", f"Question {n}: " + "text " * 20)),
         tools=(),
-        reply=Reply(f"Answer {n}: " + "word " * 40),
+        reply=Reply(f"Answer {n}: " + "word " * (num_output // 5)),
+        started_s=1e9 + n,
+        seconds=0.5 + n,
     )
 
 
-def questions(num_turns: int) -> list[Message]:
-    return [Message("user", f"Question {n}: " + "text " * 20) for n in range(num_turns)]
+class NaiveTrie:
+    """One branch by the text so far: each look-up walks all of it, 16 characters a step; tokens lie in lists."""
+
+    def __init__(self) -> None:
+        self.root: dict[Any, Any] = {}
+        self.texts: list[str] = []
+
+    def commit(self, turn: Turn) -> None:
+        self.texts += [turn.messages[-1].content, turn.reply.content]
+        node = self.root
+        for chunk in _chunks(self.texts):
+            node = node.setdefault(chunk, {})
+        ids = np.concatenate([turn.context_ids, turn.output_ids])
+        node[None] = ids.tolist(), turn.rollout_logprobs.tolist()
+
+    def match(self, messages: Iterable[Message]) -> dict[Any, Any]:
+        node = self.root
+        for chunk in _chunks(message.content for message in messages):
+            node = node.get(chunk, {})
+        return node
+
+    def export(self) -> tuple[Ids, np.ndarray]:
+        ids, logprobs = [], []
+        node = self.root
+        for chunk in _chunks(self.texts):
+            node = node[chunk]
+            if None in node:
+                ids += node[None][0]
+                logprobs += node[None][1]
+        return np.array(ids, np.int32), np.array(logprobs, np.float32)
 
 
-class Session:
-    """A session of one branch, grown turn by turn."""
-
-    def __init__(self, num_turns: int) -> None:
-        self.store = MemoryTraceStore()
-        self.store.open("s", {})
-        self.messages: list[Message] = []
-        self.parent: str | None = None
-        self.commit_us: list[float] = []
-        for n, question in enumerate(questions(num_turns)):
-            turn = make_turn(n, question)
-            start = time.process_time_ns()
-            self.store.commit("s", self.parent, turn)
-            self.commit_us.append((time.process_time_ns() - start) / 1000)
-            self.parent = turn.id
-            self.messages += [question, turn.reply.message()]
-
-    def commit_at(self, turn: int) -> float:
-        """CPU of a commit around the `turn`th, in microseconds."""
-        return float(np.median(self.commit_us[max(0, turn - WINDOW) : turn]))
+def _chunks(texts: Iterable[str]) -> Iterator[str]:
+    return (text[at : at + 16] for text in texts for at in range(0, len(text), 16))
 
 
-class NaiveSession:
-    """The whole text so far is a key; each look-up walks all of it, character by character in chunks."""
-
-    def __init__(self, num_turns: int) -> None:
-        self.children: dict[str, Any] = {}
-        self.turn_us: list[float] = []
-        text: list[str] = []
-        for n, question in enumerate(questions(num_turns)):
-            turn = make_turn(n, question)
-            text += [question.content, turn.reply.content]
-            start = time.process_time_ns()
-            key = "".join(text)
-            node = self.children
-            for at in range(0, len(key), 16):
-                node = node.setdefault(key[at : at + 16], {})
-            node["ids"] = turn.output_ids.tolist()
-            self.turn_us.append((time.process_time_ns() - start) / 1000)
-
-    def turn_at(self, turn: int) -> float:
-        return float(np.median(self.turn_us[max(0, turn - WINDOW) : turn]))
+# --- what is measured ----------------------------------------------------------------------------------------------
 
 
-def cpu_ms(work: Callable[[], object], times: int) -> float:
+def new_store() -> MemoryTraceStore:
+    store = MemoryTraceStore()
+    store.open("s", {})
+    return store
+
+
+def grow(store: MemoryTraceStore, num_turns: int, num_output: int = NUM_OUTPUT) -> list[float]:
+    """Commit one branch; the CPU of each commit."""
+    parent: str | None = None
+    taken = []
+    for n in range(num_turns):
+        turn = make_turn(n, num_output, policy=n // 8)
+        taken.append(commit_us(store, parent, turn))
+        parent = turn.id
+    return taken
+
+
+def commit_us(store: MemoryTraceStore, parent: str | None, turn: Turn) -> float:
+    return cpu_us(lambda: store.commit("s", parent, turn))
+
+
+def grown(num_turns: int, num_output: int = NUM_OUTPUT) -> MemoryTraceStore:
+    store = new_store()
+    grow(store, num_turns, num_output)
+    return store
+
+
+def grow_naive(trie: NaiveTrie, num_turns: int, num_output: int = NUM_OUTPUT) -> list[float]:
+    taken = []
+    for n in range(num_turns):
+        turn = make_turn(n, num_output)
+        taken.append(cpu_us(lambda turn=turn: trie.commit(turn)))
+    return taken
+
+
+def naive_grown(num_turns: int, num_output: int = NUM_OUTPUT) -> NaiveTrie:
+    trie = NaiveTrie()
+    grow_naive(trie, num_turns, num_output)
+    return trie
+
+
+def fork_us() -> tuple[float, float]:
+    """A commit as one of the last of many branches from one node, and one as the only branch."""
+    forked, alone = [], []
+    for _ in range(5):
+        store = new_store()
+        alone += grow(store, 2 * WINDOW)[WINDOW:]
+        parent = store.tree("s").leaves()[0]
+        taken = [commit_us(store, parent, make_turn(1000 + n)) for n in range(NUM_BRANCHES)]
+        forked += taken[-NUM_BRANCHES // 4 :]
+    return float(np.median(forked)), float(np.median(alone))
+
+
+def agents(apart: bool) -> list[MemoryTraceStore]:
+    """Sub-agents that begin with one system prompt, in one session or in one each."""
+    stores = [new_store() for _ in range(NUM_AGENTS if apart else 1)]
+    for n in range(NUM_AGENTS):
+        system = Message("system", "Be brief. " * (NUM_SYSTEM // 3))  # each request brings its own
+        turn = make_turn(n, told=(system,), told_ids=np.arange(NUM_SYSTEM, dtype=np.int32))
+        stores[n % len(stores)].commit("s", None, turn)
+    return stores
+
+
+def cpu_us(work: Callable[[], object], times: int = 1) -> float:
+    """CPU of the whole process, the least of `times`: a busy machine only ever adds to it."""
     taken = []
     for _ in range(times):
         start = time.process_time_ns()
         work()
-        taken.append((time.process_time_ns() - start) / 1e6)
-    return float(np.median(taken))
+        taken.append((time.process_time_ns() - start) / 1000)
+    return min(taken)
 
 
-def row(case: str, metric: str, value: float, baseline: str, ratio: float) -> None:
+def held_bytes(build: Callable[[], object]) -> int:
+    tracemalloc.start()
+    kept = build()
+    gc.collect()
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del kept
+    return num_bytes
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+def row(case: str, metric: str, value: float, baseline: str, baseline_value: float) -> None:
     told = {"bench": "store", "case": case, "metric": metric, "value": round(value, 4), "baseline": baseline}
-    print(json.dumps({**told, "ratio": round(ratio, 3)}), flush=True)
+    print(json.dumps(told | {"ratio": round(value / baseline_value, 3)}), flush=True)
+
+
+def turn_rows(length: int, naive_length: int) -> None:
+    """CPU of a commit around the nth turn, of three sessions the least."""
+    ours = np.min([grow(new_store(), length) for _ in range(3)], axis=0)
+    naive = grow_naive(NaiveTrie(), naive_length)
+    first = float(np.median(ours[100 - WINDOW : 100]))
+    for case, taken, last in (("turn_cpu", ours, length), ("naive_turn_cpu", naive, naive_length)):
+        for turn in (100, 400, 1600, 6400):
+            if turn <= last:
+                value = float(np.median(taken[turn - WINDOW : turn]))
+                row(f"{case}@{turn}", "us_per_turn", value, "turn_cpu@100", first)
+
+
+def match_rows(length: int, naive_length: int) -> None:
+    """A conversation found again, from its messages and from its labels; the naive trie finds a shorter one."""
+    tree, trie = grown(length).tree("s"), naive_grown(naive_length)
+    leaf = tree.turns[tree.leaves()[0]]
+    messages = (*tree.conversation(leaf.id).messages, leaf.reply.message(), Message("user", "and now?"))
+    asked = Conversation(messages)
+    labels = conversation_labels(asked)
+    short = messages[: 2 * naive_length]
+    naive = cpu_us(lambda: trie.match(short), 5) / len(short)
+    row(f"match@{length}", "us_per_message", cpu_us(lambda: tree.match(asked), 9) / len(messages), "naive trie", naive)
+    searched = cpu_us(lambda: tree.match(asked, labels), 9) / len(messages)
+    row(f"match_labels@{length}", "us_per_message", searched, "naive trie", naive)
+
+
+def memory_rows(num_turns: int) -> None:
+    """Everything that a session holds, texts and records included. The floor of a sampled token is 8 bytes."""
+    for kind, turns, num_output in (
+        ("memory", num_turns, NUM_OUTPUT),
+        ("memory_short", num_turns, NUM_OUTPUT // 10),
+        ("memory_long", num_turns // 4, NUM_OUTPUT * 10),
+    ):
+        num_tokens = turns * (NUM_CONTEXT + num_output)
+        ours = held_bytes(lambda turns=turns, num_output=num_output: grown(turns, num_output))
+        naive = held_bytes(lambda turns=turns, num_output=num_output: naive_grown(turns, num_output))
+        row(f"{kind}@{turns}", "bytes_per_token", ours / num_tokens, "naive trie", naive / num_tokens)
+
+
+def shape_rows() -> None:
+    forked, alone = fork_us()
+    row(f"fork@{NUM_BRANCHES}", "us_per_turn", forked, "one branch", alone)
+    shared, apart = (held_bytes(lambda apart=apart: agents(apart)) / NUM_AGENTS for apart in (False, True))
+    row(f"system_prompt_shared@{NUM_AGENTS}", "bytes_per_branch", shared, "a session each", apart)
+
+
+def branch_rows() -> None:
+    stores, tries = [grown(LONG) for _ in range(3)], [naive_grown(LONG) for _ in range(3)]
+    exported = cpu_us(lambda: stores[0].samples("s"), 9), cpu_us(tries[0].export, 9)
+    row("export@128k", "ms", exported[0] / 1000, "naive trie", exported[1] / 1000)
+    released = (
+        min(cpu_us(partial(store.release, ["s"])) for store in stores),
+        min(cpu_us(trie.root.clear) for trie in tries),
+    )
+    row("release@128k", "ms", released[0] / 1000, "naive trie", released[1] / 1000)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="shorter sessions")
-    quick = parser.parse_args().quick
-    length, naive_length = (1600, 400) if quick else (6400, 1600)
-
-    session = Session(length)
-    first = session.commit_at(100)
-    for turn in (100, 400, 1600, 6400):
-        if turn <= length:
-            row(
-                f"turn_cpu@{turn}",
-                "us_per_turn",
-                session.commit_at(turn),
-                "turn_cpu@100",
-                session.commit_at(turn) / first,
-            )
-    naive = NaiveSession(naive_length)
-    for turn in (100, naive_length):
-        row(f"naive_turn_cpu@{turn}", "us_per_turn", naive.turn_at(turn), "turn_cpu@100", naive.turn_at(turn) / first)
-
-    tree = session.store.tree("s")
-    asked = Conversation((*session.messages, Message("user", "and now?")))
-    matched = cpu_ms(lambda: tree.match(asked), 5) * 1000 / len(asked.messages)
-    row(f"match@{length}", "us_per_message", matched, "turn_cpu@100", matched / first)
-
-    tracemalloc.start()
-    held = Session(length // 4)
-    gc.collect()
-    num_bytes, _ = tracemalloc.get_traced_memory()
-    num_tokens = (length // 4) * (NUM_CONTEXT + NUM_OUTPUT)
-    row(
-        f"memory@{length // 4}",
-        "bytes_per_token",
-        num_bytes / num_tokens,
-        "ids and log-probabilities",
-        num_bytes / num_tokens / 8,
-    )
-    tracemalloc.stop()
-    del held
-
-    num_turns = 131_072 // (NUM_CONTEXT + NUM_OUTPUT)
-    branch = Session(num_turns)
-    exported = cpu_ms(lambda: branch.store.samples("s"), 9)
-    row("export@128k", "ms", exported, "turn_cpu@100", exported * 1000 / first)
-    start = time.process_time_ns()
-    branch.store.release(["s"])
-    released = (time.process_time_ns() - start) / 1e6
-    row("release@128k", "ms", released, "turn_cpu@100", released * 1000 / first)
+    length, naive_length = (1600, 400) if parser.parse_args().quick else (6400, 1600)
+    turn_rows(length, naive_length)
+    match_rows(length, naive_length)
+    memory_rows(naive_length)
+    shape_rows()
+    branch_rows()
 
 
 if __name__ == "__main__":
