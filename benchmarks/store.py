@@ -164,6 +164,7 @@ def cpu_us(work: Callable[[], object], times: int = 1) -> float:
 
 
 def held_bytes(build: Callable[[], object]) -> int:
+    gc.collect()  # empties the free lists too, from which objects would come uncounted
     tracemalloc.start()
     kept = build()
     gc.collect()
