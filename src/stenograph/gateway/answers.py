@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 
 import orjson
@@ -36,7 +37,7 @@ class Answers:
         """Raises what went wrong while nothing was sent yet; later errors are told in the stream."""
         session.require_open()
         request = session.stored.resolve(request, self._store.tree(session.id) if session.traced else None)
-        call = self._call(session, request, num_bytes)
+        call = self._call(session, request, http.headers, num_bytes)
         call.join()
         try:
             writer = request.writer(call.name, int(call.received_s), self._turns.rendering.decode)
@@ -102,7 +103,7 @@ class Answers:
 
     # --- the call ------------------------------------------------------------------------------------------------
 
-    def _call(self, session: Session, request: Request, num_bytes: int) -> Call:
+    def _call(self, session: Session, request: Request, headers: Mapping[str, str], num_bytes: int) -> Call:
         """The call of a client that went away and asked the same, or a new one."""
         key = _key(request)
         max_tokens = min(request.asked.get("max_tokens", self._max_tokens), self._max_tokens)
@@ -110,7 +111,7 @@ class Answers:
             if call.answers(key, max_tokens):
                 return call
         self._check_limits(session, request.num_choices)
-        call = Call(request, key, max_tokens, num_bytes)
+        call = Call(request, headers, key, max_tokens, num_bytes)
         session.start(call, self._take(session, call))
         return call
 

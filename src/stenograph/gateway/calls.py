@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum, auto
 
 from stenograph.dialects.base import Answered, Request
@@ -40,9 +40,12 @@ _NEXT = {
 class Call:
     """One request's answer in the making. `key` is the same for requests that ask the same."""
 
-    def __init__(self, request: Request, key: bytes, max_tokens: int, num_bytes: int) -> None:
+    def __init__(
+        self, request: Request, headers: Mapping[str, str], key: bytes, max_tokens: int, num_bytes: int
+    ) -> None:
         self.name = secrets.token_hex(8)
         self.request = request
+        self.headers = headers
         self.key = key
         self.max_tokens = max_tokens  # what the request allows
         self.num_bytes = num_bytes  # of the request

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from stenograph.dialects.base import SESSION_PREFIX
 from stenograph.errors import RequestError
 from stenograph.gateway.calls import Call
+from stenograph.gateway.roles import Roles
 from stenograph.gateway.stored import StoredResponses
 from stenograph.traces.store import TraceStore
 from stenograph.types import Turn
@@ -42,6 +43,7 @@ class Session:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     calls: dict[bytes, list[Call]] = field(default_factory=dict)  # by what they ask
     stored: StoredResponses = field(default_factory=StoredResponses)
+    roles: Roles = field(default_factory=Roles)
     num_turns: int = 0
     num_tokens: int = 0  # sampled
 

@@ -18,6 +18,7 @@ from stenograph.engines.base import Engine, Generate
 from stenograph.errors import ContextOverflow, EngineError, RequestError, StenographError, TraceError, boundary
 from stenograph.gateway.calls import Call, State
 from stenograph.gateway.output import Aborted, Output, Unsound, checked
+from stenograph.gateway.roles import Role
 from stenograph.gateway.sampling import resolve
 from stenograph.gateway.sessions import Session
 from stenograph.rendering.base import Rendering
@@ -65,10 +66,11 @@ class Turns:
         outputs: list[Output] = []
         try:
             prompt, sampling, notes = await self._prepare(session, call)
+            role = self._role(session, call, prompt.parent)
             outputs += self._outputs(call, prompt, sampling)
             call.advance(State.GENERATING)
             await self._generate(session, call, prompt, outputs)
-            turns, answered = self._turns(call, prompt, notes, outputs, time.monotonic() - clock)
+            turns, answered = self._turns(call, prompt, role, notes, outputs, time.monotonic() - clock)
             if session.traced:
                 with boundary(TraceError, "record the turn"):
                     self._store.commit(session.id, prompt.parent, *turns)
@@ -110,6 +112,16 @@ class Turns:
         sampling, notes = resolve(request.asked, self._sampling, capabilities, len(prompt.ids))
         call.prepared(len(prompt.ids))
         return prompt, replace(sampling, constrained=request.grammar is not None), request.notes + notes
+
+    def _role(self, session: Session, call: Call, parent: str | None) -> Role:
+        """What the turn is for, and so every turn that goes on from it."""
+        if not session.traced:
+            return Role("main", "not recorded")
+        continued = None
+        if parent is not None:
+            turn = self._store.tree(session.id).turn(parent)
+            continued = Role(turn.role, turn.role_evidence)
+        return session.roles.of(call.headers, call.request, continued)
 
     async def _prompt(self, session: Session, conversation: Conversation, num_bytes: int) -> _Prompt:
         """Continue the deepest recorded turn where its ids can be kept, else render from the start: a fork."""
@@ -223,6 +235,7 @@ class Turns:
         self,
         call: Call,
         prompt: _Prompt,
+        role: Role,
         notes: tuple[str, ...],
         outputs: Sequence[Output],
         seconds: float,
@@ -246,6 +259,8 @@ class Turns:
                 tools=prompt.asked.tools,
                 reply=_with_call_ids(finished.reply, name),
                 extends=prompt.extends,
+                role=role.name,
+                role_evidence=role.evidence,
                 accepted=prompt.accepted,
                 notes=notes + finished.notes,
                 stopped_by=output.stopped_by,
