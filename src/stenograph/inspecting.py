@@ -82,15 +82,35 @@ def turn(run: Path, name: str, number: int, decode: Decode) -> tuple[dict[str, A
 
 
 def drift(run: Path) -> tuple[dict[str, Any], RenderableType]:
-    """Forks per cause, with the first of each."""
-    records = [(row["session"], record) for row in read_rows(run, "rollouts.jsonl") for record in row["drift"]]
-    counts = Counter(record["cause"] for _, record in records)
-    table = Table("cause", "forks", "first in session", "at token")
+    """Forks per cause, with what was rendered again for them and the first of each; differences that were accepted."""
+    rows = read_rows(run, "rollouts.jsonl")
+    records = [{"session": row["session"], **record} for row in rows for record in row["drift"]]
+    accepted = Counter[str]()
+    for row in rows:
+        accepted.update(row["accepted"])
+    counts = Counter(record["cause"] for record in records)
+    table = Table("cause", "forks", "tokens rendered again", "first: session", "message", "before", "after", "setting")
+    causes = {}
     for cause, count in counts.most_common():
-        name, first = next(pair for pair in records if pair[1]["cause"] == cause)
-        table.add_row(cause, str(count), name, str(first["token"]))
-    data = {"forks": dict(counts), "records": [{"session": name, **record} for name, record in records]}
-    return data, table if records else Text("no forks")
+        of_cause = [record for record in records if record["cause"] == cause]
+        first, rerendered = of_cause[0], sum(record["rerendered"] for record in of_cause)
+        causes[cause] = {"forks": count, "rerendered": rerendered, "first": first}
+        where = " ".join(str(first[name]) for name in ("message", "role", "field") if first[name] is not None)
+        told = (first["session"], where, *_around(first), first["setting"] or "")
+        table.add_row(cause, str(count), str(rerendered), *(Text(cell) for cell in told))
+    names = Table("accepted difference", "turns")
+    for name, count in accepted.most_common():
+        names.add_row(name, str(count))
+    shown = (table if records else Text("no forks"), names if accepted else Text("no accepted differences"))
+    return {"causes": causes, "accepted": dict(accepted), "records": records}, Group(*shown)
+
+
+def _around(record: dict[str, Any]) -> list[str]:
+    """What stood before and what came, on a line each, from shortly before their first difference on."""
+    before, after = record["before"] or "", record["after"] or ""
+    pairs = enumerate(zip(before, after, strict=False))
+    start = max(0, next((i for i, (a, b) in pairs if a != b), min(len(before), len(after))) - 10)
+    return [repr(text[start : start + 50]) for text in (before, after)]
 
 
 def ledger(run: Path) -> tuple[dict[str, Any], RenderableType]:

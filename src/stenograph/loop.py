@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -157,17 +157,19 @@ class Loop:
             "num_rollouts": len(batch.rollouts),
             "status": dict(Counter(rollout.status for rollout in batch.rollouts)),
             "num_sampled_tokens": sum(held.sampled for held in ledgers.values()),
-            "notes": self._notes(sessions),
+            "notes": self._counts("notes", sessions),
+            "accepted": self._counts("accepted", sessions),
+            "forks": dict(Counter(record.cause for session in sessions for record in self.store.drift(session))),
             "training_seconds": report.seconds,
             "seconds": seconds,
             **self.dtypes,
         }
         self._add(row)
 
-    def _notes(self, sessions: Iterable[str]) -> dict[str, int]:
-        """What was noted on turns (`clamped:max_tokens`, `parser_disagrees`, ...), and on how many."""
+    def _counts(self, field: Literal["notes", "accepted"], sessions: Iterable[str]) -> dict[str, int]:
+        """On how many turns each name stands: of notes (`parser_disagrees`, ...) or of accepted differences."""
         turns = (turn for session in sessions for turn in self.store.tree(session).turns.values())
-        return dict(Counter(note for turn in turns for note in turn.notes))
+        return dict(Counter(name for turn in turns for name in getattr(turn, field)))
 
     async def _release(self, rollouts: Iterable[Rollout]) -> None:
         """Let a batch's sessions go: the gateway owns them, their addresses as well as their records."""
@@ -185,6 +187,7 @@ class Loop:
         row["num_turns"] = self.store.get(rollout.session).num_turns if known else 0
         row["ledger"] = asdict(ledgers.get(rollout.session, Ledger()))
         row["drift"] = [asdict(record) for record in self.store.drift(rollout.session)] if known else []
+        row["accepted"] = self._counts("accepted", [rollout.session] if known else [])
         return row
 
     def _check_difference(self, report: StepReport) -> None:

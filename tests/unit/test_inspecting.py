@@ -44,3 +44,35 @@ def test_a_damaged_file_is_named(run: Path, name: str) -> None:
     (run / name).write_bytes(b"{damaged\n")
     with pytest.raises(ConfigError, match=name):
         inspecting.overview(run)
+
+
+def test_forks_are_summed_by_cause_with_the_first_of_each(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fork = {
+        "turn": "turn_2",
+        "parent_turn": "turn_1",
+        "message": 3,
+        "role": "assistant",
+        "field": "reasoning",
+        "before": "[why]",
+        "after": "",
+        "char": 0,
+        "token": 9,
+        "cause": "reasoning_stripped",
+        "setting": "matching.reasoning_dropped",
+        "rerendered": 40,
+    }
+    other = {**fork, "cause": "compaction", "rerendered": 5, "setting": None}
+    rows = [
+        {**ROLLOUT, "drift": [fork, {**fork, "before": "later"}], "accepted": {"ids_changed": 2}},
+        {**ROLLOUT, "session": "t", "drift": [other], "accepted": {"ids_changed": 1}},
+    ]
+    (run / "rollouts.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    data, _ = inspecting.drift(run)
+    stripped = data["causes"]["reasoning_stripped"]
+    assert (stripped["forks"], stripped["rerendered"], stripped["first"]["before"]) == (2, 80, "[why]")
+    assert (data["causes"]["compaction"]["forks"], data["causes"]["compaction"]["first"]["session"]) == (1, "t")
+    assert data["accepted"] == {"ids_changed": 3}
+    cli.inspect(run, drift=True)
+    shown = capsys.readouterr().out
+    assert "[why]" in shown
+    assert "ids_changed" in shown

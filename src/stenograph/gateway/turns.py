@@ -4,49 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from stenograph.config import Config
 from stenograph.dialects.base import Answered
 from stenograph.engines.base import Engine, Generate
-from stenograph.errors import ContextOverflow, EngineError, RequestError, StenographError, TraceError, boundary
+from stenograph.errors import EngineError, RequestError, StenographError, TraceError, boundary
 from stenograph.gateway.calls import Call, State
 from stenograph.gateway.output import Aborted, Output, Unsound, checked
+from stenograph.gateway.prompts import Prompt, Prompts
 from stenograph.gateway.roles import Role
 from stenograph.gateway.sampling import resolve
 from stenograph.gateway.sessions import Session
 from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
-from stenograph.types import Conversation, Ids, Message, Reply, Sampling, Turn
+from stenograph.types import Conversation, Reply, Sampling, Turn
 
 log = logging.getLogger(__name__)
 
-_RENDER_INLINE_BYTES = 256 * 1024  # a larger request is rendered on a thread, so that it holds nobody else up
 _RETRY_AFTER_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A conversation in ids. `begun` is the reply's beginning where the agent wrote it; its ids end `ids`."""
-
-    parent: str | None
-    messages: tuple[Message, ...]  # those that the parent does not know
-    accepted: tuple[str, ...]  # differences from what the parent knows
-    context_ids: Ids  # after the parent's, or all
-    ids: Ids
-    asked: Conversation  # what is answered: without what was begun
-    begun: Message | None = None
-    num_begun: int = 0  # tokens
-
-    @property
-    def extends(self) -> bool:
-        return len(self.context_ids) < len(self.ids)
 
 
 class Turns:
@@ -55,6 +34,7 @@ class Turns:
     def __init__(self, engine: Engine, rendering: Rendering, store: TraceStore, config: Config) -> None:
         self._engine = engine
         self.rendering = rendering
+        self._prompts = Prompts(rendering, store, engine.capabilities.context_length)
         self._store = store
         self._sampling = config.sampling
         self._idle_timeout_s = config.gateway.idle_timeout_s
@@ -84,7 +64,7 @@ class Turns:
 
     async def count(self, session: Session, conversation: Conversation, num_bytes: int) -> int:
         """Tokens of the prompt that a turn would have."""
-        return len((await self._prompt(session, conversation, num_bytes)).ids)
+        return len((await self._prompts.make(session, conversation, num_bytes)).ids)
 
     def _fail(self, session: Session, call: Call, outputs: Sequence[Output], e: Exception) -> None:
         """Say so to whoever listens, and account for tokens that nobody will see."""
@@ -103,12 +83,12 @@ class Turns:
 
     # --- prepare -------------------------------------------------------------------------------------------------
 
-    async def _prepare(self, session: Session, call: Call) -> tuple[_Prompt, Sampling, tuple[str, ...]]:
+    async def _prepare(self, session: Session, call: Call) -> tuple[Prompt, Sampling, tuple[str, ...]]:
         request, capabilities = call.request, self._engine.capabilities
         if request.grammar is not None and not capabilities.constrained:
             told = "this engine cannot constrain its output to a JSON schema"
             raise RequestError(f"{told}; leave out response_format (output_config.format, text.format)")
-        prompt = await self._prompt(session, request.conversation, call.num_bytes)
+        prompt = await self._prompts.make(session, request.conversation, call.num_bytes)
         sampling, notes = resolve(request.asked, self._sampling, capabilities, len(prompt.ids))
         call.prepared(len(prompt.ids))
         return prompt, replace(sampling, constrained=request.grammar is not None), request.notes + notes
@@ -123,60 +103,9 @@ class Turns:
             continued = Role(turn.role, turn.role_evidence)
         return session.roles.of(call.headers, call.request, continued)
 
-    async def _prompt(self, session: Session, conversation: Conversation, num_bytes: int) -> _Prompt:
-        """Continue the deepest recorded turn where its ids can be kept, else render from the start: a fork."""
-        begun = conversation.messages[-1] if conversation.continues else None
-        asked = conversation
-        if begun is not None:
-            asked = Conversation(conversation.messages[:-1], conversation.tools)
-        parent, num_known, accepted, recorded, split = None, 0, (), None, 0
-        match = self._store.match(session.id, asked) if session.traced else None
-        if match is not None:
-            parent, num_known, asked, accepted = match.turn, match.num_known, match.asked, match.accepted
-            tree = self._store.tree(session.id)
-            recorded = tree.path_ids(parent)
-            split = len(recorded) - len(tree.turn(parent).output_ids)
-
-        def render() -> tuple[Ids, Ids, Ids | None]:
-            context_ids, ids = self._render(asked, num_known, recorded, split)
-            return context_ids, ids, self.rendering.begin_reply(conversation, ids) if begun is not None else None
-
-        if num_bytes <= _RENDER_INLINE_BYTES:
-            context_ids, ids, begun_ids = render()
-        else:
-            self._refuse_far_too_long(asked)
-            context_ids, ids, begun_ids = await asyncio.to_thread(render)
-        num_begun = 0
-        if begun_ids is not None:
-            context_ids, ids = np.concatenate([context_ids, begun_ids]), np.concatenate([ids, begun_ids])
-            num_begun = len(begun_ids)
-        return _Prompt(parent, asked.messages[num_known:], accepted, context_ids, ids, asked, begun, num_begun)
-
-    def _refuse_far_too_long(self, asked: Conversation) -> None:
-        """Raise ContextOverflow where no tokenizer could make it fit: finding that out by rendering takes minutes."""
-        limit = self._engine.capabilities.context_length
-        num_chars = sum(len(message.content) for message in asked.messages)
-        fewest = math.ceil(num_chars / self.rendering.longest_token)
-        if fewest > limit:
-            raise ContextOverflow(fewest, limit)
-
-    def _render(self, asked: Conversation, num_known: int, recorded: Ids | None, split: int) -> tuple[Ids, Ids]:
-        """What comes after `recorded`, and the whole prompt; both are the whole where it cannot be continued."""
-        if recorded is None:
-            rendered = self.rendering.render(asked)
-            return rendered, rendered
-        context_ids = self.rendering.extend(asked, num_known, recorded[:split], recorded[split:])
-        if context_ids is not None:
-            return context_ids, np.concatenate([recorded, context_ids])
-        rendered = self.rendering.render(asked)
-        # The template was free to rewrite what was said; where it did not, the recorded branch goes on all the same.
-        if len(rendered) > len(recorded) and np.array_equal(rendered[: len(recorded)], recorded):
-            return rendered[len(recorded) :], rendered
-        return rendered, rendered
-
     # --- generate ------------------------------------------------------------------------------------------------
 
-    def _outputs(self, call: Call, prompt: _Prompt, sampling: Sampling) -> list[Output]:
+    def _outputs(self, call: Call, prompt: Prompt, sampling: Sampling) -> list[Output]:
         split = len(prompt.ids) - prompt.num_begun
         return [
             Output(
@@ -191,7 +120,7 @@ class Turns:
             for choice in range(call.request.num_choices)
         ]
 
-    async def _generate(self, session: Session, call: Call, prompt: _Prompt, outputs: Sequence[Output]) -> None:
+    async def _generate(self, session: Session, call: Call, prompt: Prompt, outputs: Sequence[Output]) -> None:
         """Sample every choice; the first that fails ends the others."""
         requests = [
             Generate(
@@ -234,7 +163,7 @@ class Turns:
     def _turns(
         self,
         call: Call,
-        prompt: _Prompt,
+        prompt: Prompt,
         role: Role,
         notes: tuple[str, ...],
         outputs: Sequence[Output],

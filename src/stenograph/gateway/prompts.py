@@ -1,0 +1,117 @@
+"""A request's prompt: the ids of the turn that it goes on from, and after them what is new in it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from stenograph.errors import ContextOverflow
+from stenograph.gateway.sessions import Session
+from stenograph.rendering.base import Rendering
+from stenograph.traces.store import TraceStore
+from stenograph.types import Conversation, Ids, Message, Reply
+
+_RENDER_INLINE_BYTES = 256 * 1024  # a larger request is rendered on a thread, so that it holds nobody else up
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation in ids. `begun` is the reply's beginning where the agent wrote it; its ids end `ids`."""
+
+    parent: str | None
+    messages: tuple[Message, ...]  # those that the parent does not know
+    accepted: tuple[str, ...]  # differences from what the parent knows
+    context_ids: Ids  # after the parent's, or all
+    ids: Ids
+    asked: Conversation  # what is answered: as it is recorded, and without what was begun
+    begun: Message | None = None
+    num_begun: int = 0  # tokens
+
+    @property
+    def extends(self) -> bool:
+        """Whether the parent's ids are kept."""
+        return len(self.context_ids) < len(self.ids)
+
+
+class Prompts:
+    """Renders requests against the record."""
+
+    def __init__(self, rendering: Rendering, store: TraceStore, context_length: int) -> None:
+        self._rendering = rendering
+        self._store = store
+        self._context_length = context_length
+
+    async def make(self, session: Session, conversation: Conversation, num_bytes: int) -> Prompt:
+        """Continue the deepest recorded turn where its ids can be kept, else render from the start: a fork."""
+        begun = conversation.messages[-1] if conversation.continues else None
+        asked = conversation
+        if begun is not None:
+            asked = Conversation(conversation.messages[:-1], conversation.tools)
+        parent, num_known, accepted, recorded, split = None, 0, tuple[str, ...](), None, 0
+        match = self._store.match(session.id, asked) if session.traced else None
+        if match is not None:
+            parent, num_known, asked, accepted = match.turn, match.num_known, match.asked, match.accepted
+            tree = self._store.tree(session.id)
+            recorded = tree.path_ids(parent)
+            split = len(recorded) - len(tree.turn(parent).output_ids)
+
+        def render() -> tuple[Ids, Ids, Ids | None]:
+            context_ids, ids = self._render(asked, num_known, recorded, split)
+            return context_ids, ids, self._rendering.begin_reply(conversation, ids) if begun is not None else None
+
+        if num_bytes <= _RENDER_INLINE_BYTES:
+            context_ids, ids, begun_ids = render()
+        else:
+            self._refuse_far_too_long(asked)
+            context_ids, ids, begun_ids = await asyncio.to_thread(render)
+        num_begun = 0
+        if begun_ids is not None:
+            context_ids, ids = np.concatenate([context_ids, begun_ids]), np.concatenate([ids, begun_ids])
+            num_begun = len(begun_ids)
+        return Prompt(parent, asked.messages[num_known:], accepted, context_ids, ids, asked, begun, num_begun)
+
+    def _refuse_far_too_long(self, asked: Conversation) -> None:
+        """Raise ContextOverflow where no tokenizer could make it fit: finding that out by rendering takes minutes."""
+        num_chars = sum(len(message.content) for message in asked.messages)
+        fewest = math.ceil(num_chars / self._rendering.longest_token)
+        if fewest > self._context_length:
+            raise ContextOverflow(fewest, self._context_length)
+
+    def _render(self, asked: Conversation, num_known: int, recorded: Ids | None, split: int) -> tuple[Ids, Ids]:
+        """What comes after `recorded`, and the whole prompt; both are the whole where it cannot be continued."""
+        if recorded is None:
+            rendered = self._rendering.render(asked)
+            return rendered, rendered
+        context_ids = self._extend(asked, num_known, recorded, split)
+        if context_ids is not None:
+            return context_ids, np.concatenate([recorded, context_ids])
+        rendered = self._rendering.render(asked)
+        # The template was free to rewrite what was said; where it did not, the recorded branch goes on all the same.
+        if len(rendered) > len(recorded) and np.array_equal(rendered[: len(recorded)], recorded):
+            return rendered[len(recorded) :], rendered
+        return rendered, rendered
+
+    def _extend(self, asked: Conversation, num_known: int, recorded: Ids, split: int) -> Ids | None:
+        """What comes after `recorded`; None where it cannot be kept.
+
+        A reply that is new was no turn of ours (of an attempt that failed, say): it stands like one that was sampled.
+        """
+        ids, end = recorded, num_known
+        while end < len(asked.messages):
+            start, messages = end, asked.messages
+            end = next((i for i in range(start, len(messages)) if messages[i].role == "assistant"), len(messages))
+            if end == start:
+                return None
+            said = Conversation(messages[:end], asked.tools)
+            added = self._rendering.extend(said, start, ids[:split], ids[split:])
+            if added is None:
+                return None
+            ids = np.concatenate([ids, added])
+            if end < len(messages):
+                reply, split, end = messages[end], len(ids), end + 1
+                written = Reply(reply.content, reply.reasoning, reply.tool_calls)
+                ids = np.concatenate([ids, self._rendering.encode_reply(written)])
+        return ids[len(recorded) :]
