@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from stenograph.dialects.seen import Seen
 from stenograph.errors import ContextOverflow, EngineError, RequestError, StenographError
 from stenograph.types import Conversation, Ids, Reply, Turn
 
@@ -96,8 +97,11 @@ class HttpError:
 class Dialect(Protocol):
     """A protocol; the modules beside this one are its implementations."""
 
-    def parse_request(self, body: bytes) -> Request:
-        """Read a request's body. Raises RequestError (400) that names the field."""
+    def parse_request(self, body: bytes, seen: Seen | None = None) -> Request:
+        """Read a request's body; what `seen` has of it is the same objects again.
+
+        Raises RequestError (400) that names the field.
+        """
         ...
 
     def error(self, exception: Exception) -> HttpError: ...

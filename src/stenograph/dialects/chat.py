@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
+from msgspec import Raw
 
 from stenograph.dialects.base import Answered, Decode, Failure, HttpError, Request, Writer, failure, own_session
-from stenograph.dialects.fields import Fields, invalid, read_body, shown, typed
+from stenograph.dialects.fields import Fields, invalid, shown, typed
+from stenograph.dialects.hints import read_hints
 from stenograph.dialects.sampling import ignored, read_sampling, refuse_constraints
+from stenograph.dialects.seen import Seen, read_again
 from stenograph.types import Conversation, Message, Reply, Role, Tool, ToolCall, Turn
 
 _DONE = b"data: [DONE]\n\n"
@@ -32,9 +36,16 @@ class ChatRequest(Request):
 # --- request -> records ------------------------------------------------------------------------------------------
 
 
-def parse_request(body: bytes) -> ChatRequest:
+class _Body(msgspec.Struct):
+    """The parts of a body that come again."""
+
+    messages: list[Raw] = []
+    tools: Raw = Raw()
+
+
+def parse_request(body: bytes, seen: Seen | None = None) -> ChatRequest:
     """Read a request body. Raises RequestError (400) that names the field."""
-    fields = read_body(body)
+    fields = read_again(body, seen, _Body)
     refuse_top_logprobs(fields)
     num_choices = fields.integer("n", 1) or 1
     if num_choices > _MAX_CHOICES:
@@ -50,6 +61,7 @@ def parse_request(body: bytes) -> ChatRequest:
         grammar=read_format(fields.object("response_format"), "json_schema"),
         session=own_session(fields.values.get("session_id")),
         notes=_ignored(fields),
+        hints=read_hints(fields),
         include_usage=fields.object("stream_options").flag("include_usage"),
         logprobs=fields.flag("logprobs"),
         token_ids=fields.flag("return_token_ids"),
@@ -128,12 +140,12 @@ def allowed_tools(fields: Fields) -> list[Fields] | None:
 def _tools(fields: Fields) -> tuple[Tool, ...]:
     allowed = allowed_tools(fields)
     if allowed is None:
-        return tuple(_all_tools(fields))
+        return fields.whole("tools", _all_tools)
     names = {tool.object("function").text("name") for tool in allowed}
-    return tuple(tool for tool in _all_tools(fields) if tool.name in names) if names else ()
+    return tuple(tool for tool in fields.whole("tools", _all_tools) if tool.name in names) if names else ()
 
 
-def _all_tools(fields: Fields) -> list[Tool]:
+def _all_tools(fields: Fields) -> tuple[Tool, ...]:
     tools = []
     for tool in fields.objects("tools"):
         if tool.values.get("type", "function") != "function":
@@ -142,7 +154,7 @@ def _all_tools(fields: Fields) -> list[Tool]:
         name = function.name("name")
         description = function.get("description", str, "a text") or ""
         tools.append(Tool(name, description, function.schema("parameters") or {}))
-    return tools
+    return tuple(tools)
 
 
 ROLES: dict[str, Role] = {
@@ -155,10 +167,10 @@ ROLES: dict[str, Role] = {
 
 
 def _messages(fields: Fields) -> list[Message]:
-    messages = fields.objects("messages")
+    messages = fields.each("messages", _message)
     if not messages:
         raise invalid("messages", "must hold at least one message")
-    return [_message(message) for message in messages]
+    return messages
 
 
 def _message(fields: Fields) -> Message:

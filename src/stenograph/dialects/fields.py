@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from stenograph.errors import RequestError
+
+T = TypeVar("T")
 
 _MAX_INTEGER = 2**31 - 1  # what every engine's tensors hold
 _MAX_SCHEMA_DEPTH = 128  # JSON is written to 254 levels; a record, an export and a template put a few around it
@@ -61,9 +63,27 @@ class Fields:
 
     def objects(self, name: str) -> list[Fields]:
         """The objects in the list under `name`."""
-        path = self.path + name
         raw = self.get(name, list, "a list") or []
-        return [Fields(typed(item, dict, f"{path}[{i}]", "an object"), f"{path}[{i}].") for i, item in enumerate(raw)]
+        return [self.item(name, i, value) for i, value in enumerate(raw)]
+
+    def item(self, name: str, i: int, value: Any) -> Fields:
+        """`value` as the object that stands at `i` of the list under `name`."""
+        path = f"{self.path}{name}[{i}]"
+        return Fields(typed(value, dict, path, "an object"), f"{path}.")
+
+    # What is read through these three may be given again, the same objects, where it comes again: see `seen`.
+
+    def each(self, name: str, read: Callable[[Fields], T]) -> list[T]:
+        """What `read` makes of each object in the list under `name`; never None."""
+        return [read(one) for one in self.objects(name)]
+
+    def whole(self, name: str, read: Callable[..., T], *also: Any) -> T:
+        """What `read` makes of the field `name`, all of this object that it is given, and of `also`; never None."""
+        return read(Fields({name: self.values.get(name)}, self.path), *also)
+
+    def once(self, make: Callable[..., T], *of: Any) -> T:
+        """What `make` makes of what was read before; never None."""
+        return make(*of)
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A text or a list of them, none empty."""

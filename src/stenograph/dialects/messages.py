@@ -10,14 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import orjson
+from msgspec import Raw
 
 from stenograph.dialects.base import Answered, Decode, HttpError, Kind, Request, Writer, failure, own_session
-from stenograph.dialects.fields import Fields, invalid, read_body, shown
+from stenograph.dialects.fields import Fields, invalid, shown
+from stenograph.dialects.hints import read_hints
 from stenograph.dialects.messages_blocks import read_messages, tool_input, tool_use
 from stenograph.dialects.messages_tools import read_tools
 from stenograph.dialects.minted import seal
 from stenograph.dialects.sampling import ignored, read_sampling, refuse_choices, refuse_constraints
+from stenograph.dialects.seen import Seen, read_again
 from stenograph.errors import RequestError
 from stenograph.types import Conversation
 
@@ -35,17 +39,25 @@ class MessagesRequest(Request):
 # --- request -> records ------------------------------------------------------------------------------------------
 
 
-def parse_request(body: bytes) -> MessagesRequest:
+class _Body(msgspec.Struct):
+    """The parts of a body that come again."""
+
+    messages: list[Raw] = []
+    system: Raw = Raw()
+    tools: Raw = Raw()
+
+
+def parse_request(body: bytes, seen: Seen | None = None) -> MessagesRequest:
     """Read a request body. Raises RequestError (400) that names the field."""
-    fields = read_body(body)
+    fields = read_again(body, seen, _Body)
     if fields.values.get("max_tokens") is None:
         raise invalid("max_tokens", "is missing")
     return _request(fields)
 
 
-def parse_count(body: bytes) -> MessagesRequest:
+def parse_count(body: bytes, seen: Seen | None = None) -> MessagesRequest:
     """Read the body of a request to count its tokens, which needs no `max_tokens`."""
-    return _request(read_body(body))
+    return _request(read_again(body, seen, _Body))
 
 
 def count(num_tokens: int) -> bytes:
@@ -62,8 +74,9 @@ def _request(fields: Fields) -> MessagesRequest:
     ):  # what is kept of it is the run's choice
         notes.append("ignored:context_management")
     notes += _ignored(fields)
-    tools = read_tools(fields, notes) if _may_call(fields, notes) else ()
-    messages, continues = read_messages(fields, notes)
+    may_call = _may_call(fields, notes)
+    tools, left_out_tools = fields.whole("tools", read_tools) if may_call else ((), ())
+    messages, left_out, continues = read_messages(fields)
     return MessagesRequest(
         conversation=Conversation(messages, tools, continues),
         asked=read_sampling(fields, stop="stop_sequences", max_tokens=("max_tokens",)),
@@ -71,7 +84,8 @@ def _request(fields: Fields) -> MessagesRequest:
         stream=fields.flag("stream"),
         grammar=_grammar(fields),
         session=own_session(fields.values.get("session_id")),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys([*notes, *left_out_tools, *left_out])),
+        hints=read_hints(fields),
         hide_thinking=fields.object("thinking").text("display") == "omitted",
     )
 

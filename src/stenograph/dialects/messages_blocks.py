@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import orjson
 
 from stenograph.dialects.fields import Fields, invalid, is_deeper, shown, typed
-from stenograph.dialects.minted import unseal
+from stenograph.dialects.minted import turn_id, unseal
 from stenograph.errors import RequestError
 from stenograph.types import Message, ToolCall
 
@@ -23,29 +23,38 @@ _MAX_DEPTH = 100  # of an `input`; Anthropic's client reads two hundred levels, 
 # --- blocks -> records -------------------------------------------------------------------------------------------
 
 
-def read_messages(fields: Fields, notes: list[str]) -> tuple[tuple[Message, ...], bool]:
-    """The messages, and whether the last is the beginning of the answer."""
-    messages: list[Message] = []
-    if system := _text(fields, "system"):
-        messages.append(Message("system", system))
-    given = fields.objects("messages")
+def read_messages(fields: Fields) -> tuple[tuple[Message, ...], list[str], bool]:
+    """The messages, notes on what was left out of them, and whether the last is the beginning of the answer."""
+    messages, notes = list(fields.whole("system", _system)), []
+    given = fields.each("messages", _message)
     if not given:
         raise invalid("messages", "must hold at least one message")
-    for message in given:
-        match message.text("role"):
-            case "user":
-                messages += _user(message)
-            case "assistant":
-                messages.append(_assistant(message, notes))
-            case "system" | "developer":  # no chat template in use tells the two apart
-                messages.append(Message("system", _text(message, "content")))
-            case _:
-                told = f"must be one of user, assistant, system, got {shown(message.values.get('role'))}"
-                raise invalid(f"{message.path}role", told)
+    for made, left_out in given:
+        messages += made
+        notes += left_out
     continues = messages[-1].role == "assistant"
     if continues:
-        _check_begun(messages[-1], f"{given[-1].path}content")
-    return tuple(messages), continues
+        _check_begun(messages[-1], f"messages[{len(given) - 1}].content")
+    return tuple(messages), notes, continues
+
+
+def _system(fields: Fields) -> tuple[Message, ...]:
+    text = _text(fields, "system")
+    return (Message("system", text),) if text else ()
+
+
+def _message(fields: Fields) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """The messages that one of the protocol's is, and notes on what was left out of it."""
+    match fields.text("role"):
+        case "user":
+            return tuple(_user(fields)), ()
+        case "assistant":
+            message, notes = _assistant(fields)
+            return (message,), tuple(notes)
+        case "system" | "developer":  # no chat template in use tells the two apart
+            return (Message("system", _text(fields, "content")),), ()
+    told = f"must be one of user, assistant, system, got {shown(fields.values.get('role'))}"
+    raise invalid(f"{fields.path}role", told)
 
 
 def _check_begun(message: Message, path: str) -> None:
@@ -75,14 +84,18 @@ def _result(block: Fields) -> Message:
     return Message("tool", _text(block, "content"), tool_call_id=_call_id(block.name("tool_use_id")))
 
 
-def _assistant(fields: Fields, notes: list[str]) -> Message:
-    texts, thoughts, calls = [], [], []
+def _assistant(fields: Fields) -> tuple[Message, list[str]]:
+    texts, thoughts, calls, notes = [], [], [], []
+    turn = None
     for block in _blocks(fields, "content"):
         match block.values.get("type"):
             case "text":
                 texts.append(_said(block))
             case "thinking" | "redacted_thinking":
-                thoughts.append(_reasoning(block))
+                sealed = unseal(block.text("signature") or block.text("data") or "")
+                # Where a client left out what was thought, the seal says it; others' seals stay shut.
+                thoughts.append(block.text("thinking") or (sealed.reasoning if sealed else ""))
+                turn = turn or (sealed and turn_id(sealed.turn))
             case "tool_use":
                 calls.append(ToolCall(_call_id(block.name("id")), block.name("name"), _arguments(block)))
             case str(kind) if kind in ("server_tool_use", "mcp_tool_use") or kind.endswith("_tool_result"):
@@ -90,7 +103,7 @@ def _assistant(fields: Fields, notes: list[str]) -> Message:
             case _:
                 raise _unknown(block)
     # One reply is told in several blocks where its thinking interrupts its text: no separator of ours belongs there.
-    return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls))
+    return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls), turn=turn), notes
 
 
 def _blocks(fields: Fields, name: str) -> list[Fields]:
@@ -122,12 +135,6 @@ def _said(block: Fields) -> str:
         case "tool_reference":  # a tool that a search found; its definition stands among the tools
             return block.name("tool_name")
     raise _unknown(block)
-
-
-def _reasoning(block: Fields) -> str:
-    """What a block of thinking says, or what its seal holds where a client left that out; others' seals stay shut."""
-    sealed = unseal(block.text("signature") or block.text("data") or "")
-    return block.text("thinking") or ("" if sealed is None else sealed.reasoning)
 
 
 def _arguments(block: Fields) -> str:

@@ -17,9 +17,13 @@ from stenograph.types import Tool
 _VERSION = re.compile(r"_(\d{8})$")  # what ends the type of a tool of Anthropic's
 
 
-def read_tools(fields: Fields, notes: list[str]) -> tuple[Tool, ...]:
-    """The tools that a client runs. Deferred ones are among them: added later, they would change the prompt's start."""
-    tools = []
+def read_tools(fields: Fields) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+    """The tools that a client runs, and notes on those that are left out.
+
+    Deferred ones are among them: added later, they would change the prompt's start.
+    """
+    tools: list[Tool] = []
+    notes: list[str] = []
     for tool in fields.objects("tools"):
         kind, schema = tool.text("type") or "custom", tool.schema("input_schema")
         if schema is not None:
@@ -28,7 +32,7 @@ def read_tools(fields: Fields, notes: list[str]) -> tuple[Tool, ...]:
             raise invalid(f"{tool.path}input_schema", "is missing")
         else:
             tools += _known_by_type(tool, kind, notes)
-    return tuple(tools)
+    return tuple(tools), tuple(notes)
 
 
 def _known_by_type(tool: Fields, kind: str, notes: list[str]) -> list[Tool]:

@@ -20,6 +20,11 @@ class Sealed:
     reasoning: str
 
 
+def turn_id(name: str) -> str:
+    """The id in the record of the turn that an id given out names."""
+    return f"turn_{name}"
+
+
 def seal(turn: str, reasoning: str) -> str:
     """A text for a client to keep and send back; it is opaque, not secret."""
     return base64.urlsafe_b64encode(_MARK + orjson.dumps([turn, reasoning])).decode()

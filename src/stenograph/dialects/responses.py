@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import orjson
+from msgspec import Raw
 
 from stenograph.dialects.base import Answered, Decode, HttpError, Request, Writer, failure, own_session
 from stenograph.dialects.chat import (
@@ -18,7 +20,8 @@ from stenograph.dialects.chat import (
     read_format,
     refuse_top_logprobs,
 )
-from stenograph.dialects.fields import Fields, invalid, read_body
+from stenograph.dialects.fields import Fields, invalid
+from stenograph.dialects.hints import read_hints
 from stenograph.dialects.minted import seal
 from stenograph.dialects.responses_items import (
     Callee,
@@ -31,6 +34,7 @@ from stenograph.dialects.responses_items import (
     text_part,
 )
 from stenograph.dialects.sampling import ignored, read_sampling, refuse_choices, refuse_constraints
+from stenograph.dialects.seen import Seen, read_again
 from stenograph.types import Conversation, Message, ToolCall
 
 
@@ -50,21 +54,29 @@ class ResponsesRequest(Request):
 # --- request -> records ------------------------------------------------------------------------------------------
 
 
-def parse_request(body: bytes) -> ResponsesRequest:
+class _Body(msgspec.Struct):
+    """The parts of a body that come again."""
+
+    input: list[Raw] | str = ""
+    instructions: Raw = Raw()
+    tools: Raw = Raw()
+
+
+def parse_request(body: bytes, seen: Seen | None = None) -> ResponsesRequest:
     """Read a request body. Raises RequestError (400) that names the field."""
-    fields = read_body(body)
+    fields = read_again(body, seen, _Body)
     _refuse(fields)
-    instructions = fields.get("instructions", str, "a text")
-    begin = [Message("system", instructions)] if instructions else []
+    begin = fields.whole("instructions", _begin)
     given = read_input(fields)
     said = given.messages
     previous = fields.get("previous_response_id", str, "a response's id")
     if not said and previous is None:
         raise invalid("input", "must hold at least one message, or an item that makes one")
-    tools, callees, left_out_tools = read_tools(fields, allowed_tools(fields))
+    allowed = allowed_tools(fields)
+    tools = fields.whole("tools", read_tools, *given.added)
     include = fields.texts("include")
     return ResponsesRequest(
-        conversation=Conversation((*begin, *said), tools, continues_last(fields, said)),
+        conversation=Conversation((*begin, *said), tools.only(allowed), continues_last(fields, said)),
         asked=read_sampling(fields, stop="stop", max_tokens=("max_output_tokens",)),
         model=fields.text("model") or "",
         stream=fields.flag("stream"),
@@ -74,12 +86,18 @@ def parse_request(body: bytes) -> ResponsesRequest:
         store=fields.values.get("store") is None or fields.flag("store"),
         num_instructions=len(begin),
         references={len(begin) + i: name for i, name in given.references.items()},
-        notes=tuple(dict.fromkeys([*_ignored(fields), *left_out_tools, *given.notes])),
-        callees=callees,
-        echo=_echo(fields),
+        notes=tuple(dict.fromkeys([*_ignored(fields), *tools.notes, *given.notes])),
+        hints=read_hints(fields),
+        callees=tools.callees,
+        echo={name: fields.whole(name, _echo, name) for name in _ECHOED},
         logprobs="message.output_text.logprobs" in include,
         encrypted="reasoning.encrypted_content" in include,
     )
+
+
+def _begin(fields: Fields) -> tuple[Message, ...]:
+    instructions = fields.get("instructions", str, "a text")
+    return (Message("system", instructions),) if instructions else ()
 
 
 def _refuse(fields: Fields) -> None:
@@ -121,16 +139,13 @@ _ECHOED: dict[str, Any] = {
 }
 
 
-def _echo(fields: Fields) -> dict[str, orjson.Fragment]:
-    """Written out once, for every snapshot of the response repeats them."""
-    echo = {}
-    for name, default in _ECHOED.items():
-        value = fields.values.get(name)
-        try:
-            echo[name] = orjson.Fragment(orjson.dumps(default if value is None else value))
-        except orjson.JSONEncodeError as e:
-            raise invalid(name, "is nested too deeply") from e
-    return echo
+def _echo(fields: Fields, name: str) -> orjson.Fragment:
+    """Written out once, for every snapshot of the response repeats it."""
+    value = fields.values.get(name)
+    try:
+        return orjson.Fragment(orjson.dumps(_ECHOED[name] if value is None else value))
+    except orjson.JSONEncodeError as e:
+        raise invalid(name, "is nested too deeply") from e
 
 
 # --- records -> response -----------------------------------------------------------------------------------------

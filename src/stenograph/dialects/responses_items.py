@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import orjson
 
 from stenograph.dialects.chat import ROLES, read_text
 from stenograph.dialects.fields import Fields, invalid, shown, typed
-from stenograph.dialects.minted import unseal
+from stenograph.dialects.minted import turn_id, unseal
 from stenograph.types import Message, Role, Tool, ToolCall
 
 # --- tools -------------------------------------------------------------------------------------------------------
@@ -26,13 +26,28 @@ class Callee:
     custom: bool = False  # called with a text rather than with arguments
 
 
-def read_tools(fields: Fields, allowed: list[Fields] | None) -> tuple[tuple[Tool, ...], dict[str, Callee], list[str]]:
-    """The tools that the model is told of, whom it calls by their names, and notes on what was left out.
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools that the model is told of, whom it calls by their names, and notes on what was left out."""
 
-    Of tools that the model may call, `allowed` names those that it may call now; None means all.
-    """
-    tools, callees, notes = [], {}, []
-    for namespace, tool in _flat(fields):
+    tools: tuple[Tool, ...]
+    callees: Mapping[str, Callee]
+    notes: tuple[str, ...]
+
+    def only(self, allowed: list[Fields] | None) -> tuple[Tool, ...]:
+        """Of the tools that the model may call, those that `allowed` names; None means all."""
+        if allowed is None:
+            return self.tools
+        names = {one.text("name") for one in allowed}
+        return tuple(tool for tool in self.tools if tool.name in names or self.callees[tool.name].name in names)
+
+
+def read_tools(fields: Fields, *added: PlacedTools) -> Tools:
+    """The tools in `fields`, and those that items of `input` add: told later, they would tear the prompt."""
+    tools: list[Tool] = []
+    callees: dict[str, Callee] = {}
+    notes: list[str] = []
+    for namespace, tool in _flat(fields, *(Fields(item.values, f"input[{i}].") for i, item in added)):
         kind = tool.values.get("type", "function")
         if kind not in ("function", "custom"):
             if _is_clients_own(tool, kind):  # left out, an agent would never learn that its only tool is gone
@@ -47,10 +62,7 @@ def read_tools(fields: Fields, allowed: list[Fields] | None) -> tuple[tuple[Tool
         description = tool.get("description", str, "a text") or ""
         parameters = _custom_parameters(tool) if callee.custom else tool.schema("parameters") or {}
         tools.append(Tool(name, description, parameters))
-    if allowed is not None:
-        names = {one.text("name") for one in allowed}
-        tools = [tool for tool in tools if tool.name in names or callees[tool.name].name in names]
-    return tuple(tools), callees, notes
+    return Tools(tuple(tools), callees, tuple(notes))
 
 
 _CLIENTS_OWN = ("local_shell", "apply_patch", "computer", "computer_use_preview")
@@ -68,11 +80,9 @@ def qualified(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def _flat(fields: Fields) -> Iterator[tuple[str | None, Fields]]:
-    """Each tool with its namespace. Those that an item adds are among them: told later, they would tear the prompt."""
-    items = fields.objects("input") if isinstance(fields.values.get("input"), list) else []
-    added = [item for item in items if item.values.get("type") == "additional_tools"]
-    for tool in (tool for given in (fields, *added) for tool in given.objects("tools")):
+def _flat(*given: Fields) -> Iterator[tuple[str | None, Fields]]:
+    """Each tool with its namespace."""
+    for tool in (tool for fields in given for tool in fields.objects("tools")):
         if tool.values.get("type") == "namespace":
             namespace = tool.name("name")
             yield from ((namespace, inner) for inner in tool.objects("tools"))
@@ -136,100 +146,154 @@ Stage = Literal["reasoning", "content", "call"]
 class Input:
     """The messages that `input` makes, and notes on the items that were left out.
 
-    `references` names the stored response whose reply stands at a position, where items were sent by their ids alone.
+    `references` names the stored response whose reply stands at a position, where items were sent by their ids alone;
+    `added` are the items that add tools.
     """
 
     messages: list[Message]
     notes: list[str]
     references: dict[int, str]
+    added: list[PlacedTools]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Said:
+    """What one item tells of an assistant's message.
+
+    `turn` names the turn of ours that wrote it, where an id shows that; `is_referred`: to what is stored, by that id.
+    """
+
+    stage: Stage
+    turn: str | None
+    text: str = ""
+    call: ToolCall | None = None
+    is_referred: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AddedTools:
+    """An item that adds tools; they are read among the request's own."""
+
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftOut:
+    note: str
+
+
+PlacedTools = tuple[int, _AddedTools]  # and where in `input` the item stands
+_Item = Message | _Said | _AddedTools | _LeftOut
 
 
 def read_input(fields: Fields) -> Input:
     value = fields.get("input", (str, list), "a text or a list of items")
     if isinstance(value, str):
-        return Input([Message("user", value)], [], {})
-    transcript = _Transcript()
-    for item in fields.objects("input"):
-        _read_item(item, transcript)
+        return Input([Message("user", value)], [], {}, [])
+    transcript, notes, added = _Transcript(), [], []
+    for i, item in enumerate(fields.each("input", _read_item)):
+        match item:
+            case _Said():
+                transcript.say(item)
+            case Message():
+                transcript.add(item)
+            case _AddedTools():
+                added.append((i, item))
+            case _LeftOut():
+                notes.append(item.note)
     made = transcript.messages
-    messages = [one.message() if isinstance(one, _Said) else one for one in made]
-    references = {i: one.turn for i, one in enumerate(made) if isinstance(one, _Said) and one.turn and one.is_referred}
-    return Input(messages, transcript.notes, references)
+    messages = [fields.once(_assistant, *one.parts) if isinstance(one, _Reply) else one for one in made]
+    references = {i: one.turn for i, one in enumerate(made) if isinstance(one, _Reply) and one.turn and one.is_referred}
+    return Input(messages, notes, references, added)
+
+
+def _assistant(*parts: _Said) -> Message:
+    return Message(
+        role="assistant",
+        content="".join(part.text for part in parts if part.stage == "content"),
+        reasoning="".join(part.text for part in parts if part.stage == "reasoning"),
+        tool_calls=tuple(part.call for part in parts if part.call is not None),
+        turn=next((turn_id(part.turn) for part in parts if part.turn), None),
+    )
 
 
 @dataclass(slots=True)
-class _Said:
-    """An assistant's message in the making; `turn` names the turn of ours that wrote it, where an id shows that."""
+class _Reply:
+    """An assistant's message in the making."""
 
-    turn: str | None
-    is_referred: bool = False  # to items that are stored, by their ids
-    reasoning: list[str] = field(default_factory=list)
-    content: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
+    parts: list[_Said] = field(default_factory=list)
+    turn: str | None = None
+    is_referred: bool = False
+    has_spoken: bool = False  # or called
 
-    def message(self) -> Message:
-        return Message("assistant", "".join(self.content), "".join(self.reasoning), tuple(self.calls))
+    def add(self, part: _Said) -> None:
+        self.parts.append(part)
+        self.turn = self.turn or part.turn
+        self.is_referred |= part.is_referred
+        self.has_spoken |= part.stage == "content" or part.call is not None
 
 
 @dataclass(slots=True)
 class _Transcript:
     """Messages in the making. What a turn wrote are items in a row: reasoning, a message, calls."""
 
-    messages: list[Message | _Said] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    _last: _Said | None = None  # further items may belong to it
+    messages: list[Message | _Reply] = field(default_factory=list)
+    _last: _Reply | None = None  # further items may belong to it
     _in_a_row: bool = False
 
     def add(self, message: Message) -> None:
         self.messages.append(message)
         self._in_a_row = False  # ids may still say that what follows belongs to the last turn: a further parallel call
 
-    def said(self, item: Fields, stage: Stage, turn: str | None = None) -> _Said:
-        """The message that an assistant's item belongs to."""
-        ours = _OURS.fullmatch(item.text("id") or "")
-        turn = ours[1] if ours else turn
-        if self._last is None or not self._goes_on(self._last, stage, turn):
-            self._last = _Said(turn)
+    def say(self, part: _Said) -> None:
+        """Add to the message that an assistant's item belongs to."""
+        if self._last is None or not self._goes_on(self._last, part):
+            self._last = _Reply()
             self.messages.append(self._last)
-        self._last.turn = self._last.turn or turn
+        self._last.add(part)
         self._in_a_row = True
-        return self._last
 
-    def _goes_on(self, last: _Said, stage: Stage, turn: str | None) -> bool:
-        if turn is not None and last.turn is not None:
-            return turn == last.turn
+    def _goes_on(self, last: _Reply, part: _Said) -> bool:
+        if part.turn is not None and last.turn is not None:
+            return part.turn == last.turn
         # Without ids it is the order that tells: a turn reasons first, says one message, calls last.
-        return self._in_a_row and (stage == "call" or not (last.content or last.calls))
+        return self._in_a_row and (part.stage == "call" or not last.has_spoken)
 
 
-def _read_item(item: Fields, transcript: _Transcript) -> None:
+def _read_item(item: Fields) -> _Item:
     match _kind(item):
         case "message":
-            _read_message(item, transcript)
+            return _read_message(item)
         case "reasoning":
-            _read_reasoning(item, transcript)
+            return _read_reasoning(item)
         case "function_call":
             arguments = item.get("arguments", str, "a JSON text") or ""
-            _add_call(item, transcript, item.name("name"), arguments)
+            return _called(item, item.name("name"), arguments)
         case "custom_tool_call":
             text, (_, is_raw) = item.get("input", str, "a text") or "", _called_id(item)
-            _add_call(item, transcript, item.name("name"), text if is_raw else _custom_arguments(text))
+            return _called(item, item.name("name"), text if is_raw else _custom_arguments(text))
         case "local_shell_call":
-            _add_call(item, transcript, "local_shell", _dumped(item, "action"))
+            return _called(item, "local_shell", _dumped(item, "action"))
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             output = _text(item.values.get("output"), f"{item.path}output")
-            transcript.add(Message("tool", output, tool_call_id=_called_id(item)[0] or item.text("id")))
+            return Message("tool", output, tool_call_id=_called_id(item)[0] or item.text("id"))
         case "additional_tools":
-            pass  # they stand among the request's tools
+            return _AddedTools(item.values)
         case "computer_call_output":
             raise invalid(f"{item.path}type", "must not be a screen's picture; images are not supported")
         case "item_reference":
-            if not _OURS.fullmatch(item.text("id") or ""):
+            if _turn(item) is None:
                 told = f"refers to an item that is not stored here, {shown(item.values.get('id'))}"
                 raise invalid(item.path, f'{told}; send the item itself (clients do so with "store": false)')
-            transcript.said(item, "call").is_referred = True
+            return _Said("call", _turn(item), is_referred=True)
         case kind:
-            transcript.notes.append(_left_out(kind))
+            return _LeftOut(_left_out(kind))
+
+
+def _turn(item: Fields) -> str | None:
+    """The name of the turn of ours that an item's id shows."""
+    ours = _OURS.fullmatch(item.text("id") or "")
+    return ours[1] if ours else None
 
 
 def _kind(item: Fields) -> str:
@@ -241,31 +305,27 @@ def _kind(item: Fields) -> str:
     return kind
 
 
-def _read_message(item: Fields, transcript: _Transcript) -> None:
+def _read_message(item: Fields) -> Message | _Said:
     role = _ROLES.get(item.text("role") or "")
     if role is None:
         told = f"must be one of {', '.join(_ROLES)}, got {shown(item.values.get('role'))}"
         raise invalid(f"{item.path}role", told)
     content = _text(item.values.get("content"), f"{item.path}content")
-    if role == "assistant":
-        transcript.said(item, "content").content.append(content)
-    else:
-        transcript.add(Message(role, content))
+    return _Said("content", _turn(item), content) if role == "assistant" else Message(role, content)
 
 
-def _read_reasoning(item: Fields, transcript: _Transcript) -> None:
+def _read_reasoning(item: Fields) -> _Said | _LeftOut:
     texts = [part.get("text", str, "a text") or "" for part in item.objects("content") or item.objects("summary")]
     sealed = unseal(item.text("encrypted_content") or "")
     text = "".join(texts) or (sealed.reasoning if sealed else "")
-    if text:
-        transcript.said(item, "reasoning", sealed.turn if sealed else None).reasoning.append(text)
-    else:
-        transcript.notes.append(_left_out("reasoning"))
+    if not text:
+        return _LeftOut(_left_out("reasoning"))
+    return _Said("reasoning", _turn(item) or (sealed.turn if sealed else None), text)
 
 
-def _add_call(item: Fields, transcript: _Transcript, name: str, arguments: str) -> None:
+def _called(item: Fields, name: str, arguments: str) -> _Said:
     call = ToolCall(_called_id(item)[0], qualified(item.text("namespace"), name), arguments)
-    transcript.said(item, "call").calls.append(call)
+    return _Said("call", _turn(item), call=call)
 
 
 def _text(content: Any, path: str) -> str:

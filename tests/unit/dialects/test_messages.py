@@ -51,6 +51,15 @@ def test_a_text_and_one_block_say_the_same() -> None:
     )
 
 
+def test_a_seal_of_ours_names_the_turn_that_a_message_is_from() -> None:
+    others = {"type": "thinking", "thinking": "hm", "signature": "c2lnbmF0dXJl"}
+    sealed = {"type": "redacted_thinking", "data": seal("ab", "hm")}
+    later = {"type": "thinking", "thinking": "so", "signature": seal("cd", "so")}
+    blocks = [[others, sealed, later, text("a")], [others, text("a")], "a"]
+    said = told(*[{"role": "assistant", "content": content} for content in blocks], USER)
+    assert [message.turn for message in said] == ["turn_ab", None, None, None]
+
+
 def test_instructions_stand_where_they_were_given() -> None:
     said = told(USER, {"role": "system", "content": [text("s")]}, {"role": "developer", "content": "d"}, system="first")
     assert [message.role for message in said] == ["system", "user", "system", "system"]

@@ -110,6 +110,13 @@ def test_where_a_turn_begins(items: list[dict[str, Any]], expected: list[Message
     assert list(read(*items)) == expected
 
 
+def test_ids_of_ours_name_the_turn_that_a_message_is_from() -> None:
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": seal(OTHER, "hm")}
+    later, foreign = said(NAME, call("a")), {**text("b"), "id": "msg_elsewhere"}
+    messages = read(text("a"), *later, output("a"), sealed, text("a"), output("a"), foreign)
+    assert [message.turn for message in messages] == [f"turn_{NAME}", None, f"turn_{OTHER}", None, None]
+
+
 def test_a_seal_of_ours_restores_reasoning_that_no_text_shows() -> None:
     sealed = {"type": "reasoning", "summary": [], "encrypted_content": seal(NAME, "hm")}
     assert read(sealed, text("a")) == (Message("assistant", "a", "hm"),)
