@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 from aiohttp import web
 
+from stenograph.dialects.base import own_session
 from stenograph.errors import RequestError
 
 
@@ -16,3 +18,15 @@ async def read(request: web.Request) -> bytes:
         raise RequestError(told, status=413, retry=False) from e
     except (web.RequestPayloadError, ConnectionError) as e:
         raise RequestError(f"the body cannot be read: {e}") from e
+
+
+class _Naming(msgspec.Struct):
+    session_id: str | None = None
+
+
+def session(body: bytes) -> str | None:
+    """The session of ours that `body` names, before it is read; None also where it cannot be."""
+    try:
+        return own_session(msgspec.json.decode(body, type=_Naming).session_id)
+    except (msgspec.DecodeError, RecursionError):
+        return None

@@ -17,6 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from stenograph.config import Config
 from stenograph.dialects import chat, messages, responses
 from stenograph.dialects.base import SESSION_PREFIX, Dialect, own_session
+from stenograph.dialects.seen import Seen
 from stenograph.engines.base import Engine
 from stenograph.errors import ConfigError, RequestError, StenographError
 from stenograph.gateway import bodies, paths
@@ -146,12 +147,12 @@ class Gateway:
         session = self.sessions.authorise(key, target.session)
         if paths.is_generation(method, path):
             body = await bodies.read(request)
-            asked = dialect.parse_request(body)
+            asked = dialect.parse_request(body, self._seen(request, session, body))
             session = self._named(request, session, asked.session)
             return await self._answers.answer(request, session, asked, len(body))
         if method == "POST" and path == paths.COUNT_TOKENS:
             body = await bodies.read(request)
-            asked = messages.parse_count(body)
+            asked = messages.parse_count(body, self._seen(request, session, body))
             session = self._named(request, session, asked.session)
             return _json(messages.count(await self._turns.count(session, asked.conversation, len(body))))
         if method == "GET" and path == "/v1/models":
@@ -163,6 +164,15 @@ class Gateway:
             told = f"{method} {path} is not served: this engine has no server of its own to pass it to"
             raise RequestError(told, status=404, retry=False)
         return await self._passthrough.forward(request, path, await bodies.read(request))
+
+    def _seen(self, request: web.Request, session: Session, body: bytes) -> Seen | None:
+        """What the session that a request means has sent before; calls that have none share nothing."""
+        if session is not self.sessions.untraced:
+            return session.seen
+        hint = own_session(request.headers.get("x-session-id")) or bodies.session(body)
+        with suppress(RequestError):  # which is told once the body is read
+            return self.sessions.find(hint).seen if hint is not None else None
+        return None
 
     def _named(self, request: web.Request, session: Session, named: str | None) -> Session:
         """The session that a header or the body names, where neither path nor key has chosen one already.

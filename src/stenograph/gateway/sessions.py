@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stenograph.dialects.base import SESSION_PREFIX
+from stenograph.dialects.seen import Seen
 from stenograph.errors import RequestError
 from stenograph.gateway.calls import Call
 from stenograph.gateway.roles import Roles
@@ -44,6 +45,7 @@ class Session:
     calls: dict[bytes, list[Call]] = field(default_factory=dict)  # by what they ask
     stored: StoredResponses = field(default_factory=StoredResponses)
     roles: Roles = field(default_factory=Roles)
+    seen: Seen = field(default_factory=Seen)  # of its requests' bodies
     num_turns: int = 0
     num_tokens: int = 0  # sampled
 
@@ -166,6 +168,7 @@ class Sessions:
         session.state = "sealed"
         await session.settle(timeout_s)
         session.calls.clear()  # a sealed session repeats nothing
+        session.seen = Seen()
         self.find(session.id)  # it may have been deleted meanwhile
         if session.traced:
             self.store.seal(session.id, reward, status)
