@@ -265,7 +265,7 @@ CHANGED = {
     "anthropic-runner": ["arguments_respelled"],
     "openai-agents-chat": ["reasoning_dropped"],
     "pydantic-ai-chat": ["arguments_respelled"],
-    "pydantic-ai-responses": ["reasoning_in_content"],
+    "pydantic-ai-responses": ["arguments_respelled", "reasoning_in_content"],
     "pydantic-ai-messages": ["arguments_respelled"],
     "langgraph-chat": ["arguments_respelled", "reasoning_dropped"],
 }

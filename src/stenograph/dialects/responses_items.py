@@ -139,7 +139,10 @@ _REFUSED = f"must be one of {', '.join(_PARTS)}, got {{}}; images, files and aud
 # Names as the gateway gives them to its calls: ids of other servers' items must not be taken for ours.
 _OURS = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{16})(?:_[0-9]+)?")
 
-Stage = Literal["reasoning", "content", "call"]
+# Frameworks that know no reasoning item for a model send a message of its reasoning, before the one that it said.
+_THOUGHT = re.compile(r"\s*<(think(?:ing)?)>.*</\1>\s*", re.DOTALL)
+
+Stage = Literal["reasoning", "thought", "content", "call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +213,7 @@ def read_input(fields: Fields) -> Input:
 def _assistant(*parts: _Said) -> Message:
     return Message(
         role="assistant",
-        content="".join(part.text for part in parts if part.stage == "content"),
+        content="".join(part.text for part in parts if part.stage in ("thought", "content")),
         reasoning="".join(part.text for part in parts if part.stage == "reasoning"),
         tool_calls=tuple(part.call for part in parts if part.call is not None),
         turn=next((turn_id(part.turn) for part in parts if part.turn), None),
@@ -311,7 +314,9 @@ def _read_message(item: Fields) -> Message | _Said:
         told = f"must be one of {', '.join(_ROLES)}, got {shown(item.values.get('role'))}"
         raise invalid(f"{item.path}role", told)
     content = _text(item.values.get("content"), f"{item.path}content")
-    return _Said("content", _turn(item), content) if role == "assistant" else Message(role, content)
+    if role != "assistant":
+        return Message(role, content)
+    return _Said("thought" if _THOUGHT.fullmatch(content) else "content", _turn(item), content)
 
 
 def _read_reasoning(item: Fields) -> _Said | _LeftOut:

@@ -87,6 +87,12 @@ def test_calls_one_after_the_other_are_turns_of_their_own() -> None:
         ([text("a"), thought("b")], [Message("assistant", "a"), Message("assistant", reasoning="b")]),
         ([call("a"), text("b")], [Message("assistant", tool_calls=CALLS[:1]), Message("assistant", "b")]),
         ([thought("a"), thought("b")], [Message("assistant", reasoning="ab")]),
+        ([text("<think>a</think>"), text("b")], [Message("assistant", "<think>a</think>b")]),
+        (
+            [text("<think>a</think>b"), text("c")],
+            [Message("assistant", "<think>a</think>b"), Message("assistant", "c")],
+        ),
+        ([text("<think>a</think>"), call("a")], [Message("assistant", "<think>a</think>", tool_calls=CALLS[:1])]),
         (
             [*said(NAME, text("a")), *said(OTHER, call("a"))],
             [Message("assistant", "a"), Message("assistant", tool_calls=CALLS[:1])],
