@@ -8,12 +8,15 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import orjson
 
-from stenograph.traces.digests import conversation_labels
+from stenograph.dialects import chat
+from stenograph.dialects.seen import Seen
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.types import Conversation, Ids, Message, Reply, Sampling, Turn
 
@@ -45,7 +48,7 @@ def make_turn(
         logprobs_mode="raw",
         messages=(*told, Message("user", f"Question {n}: " + "text " * 20)),
         tools=(),
-        reply=Reply(f"Answer {n}: " + "word " * (num_output // 5)),
+        reply=Reply(f"Answer {n}: " + "word " * (num_output // 5 - 8), f"Reasoning {n}: " + "word " * 5),
         started_s=1e9 + n,
         seconds=0.5 + n,
     )
@@ -195,17 +198,36 @@ def turn_rows(length: int, naive_length: int) -> None:
 
 
 def match_rows(length: int, naive_length: int) -> None:
-    """A conversation found again, from its messages and from its labels; the naive trie finds a shorter one."""
-    tree, trie = grown(length).tree("s"), naive_grown(naive_length)
-    leaf = tree.turns[tree.leaves()[0]]
-    messages = (*tree.conversation(leaf.id).messages, leaf.reply.message(), Message("user", "and now?"))
-    asked = Conversation(messages)
-    labels = conversation_labels(asked)
-    short = messages[: 2 * naive_length]
-    naive = cpu_us(lambda: trie.match(short), 5) / len(short)
-    row(f"match@{length}", "us_per_message", cpu_us(lambda: tree.match(asked), 9) / len(messages), "naive trie", naive)
-    searched = cpu_us(lambda: tree.match(asked, labels), 9) / len(messages)
-    row(f"match_labels@{length}", "us_per_message", searched, "naive trie", naive)
+    """A conversation found again; the naive trie finds a shorter one.
+
+    As requests repeat it: its messages are known by their bytes, and so are their digests. New: they are not. Changed:
+    its client leaves out all reasoning, as it has done before. Read: from a request's body on.
+    """
+    store, trie = grown(length), naive_grown(naive_length)
+    tree = store.tree("s")
+    said = (*tree.said(tree.leaves()[0]), Message("user", "and now?"))
+    changed = tuple(replace(message, reasoning="") for message in said)
+    naive = cpu_us(lambda: trie.match(said[: 2 * naive_length]), 5) / (2 * naive_length)
+    seen, body = Seen(), body_of(changed)
+
+    def match(messages: tuple[Message, ...], copied: bool = False) -> None:
+        found = store.match("s", Conversation(tuple(replace(one) for one in messages) if copied else messages))
+        assert found is not None
+        assert found.num_known == len(said) - 1
+
+    copying = cpu_us(lambda: [replace(one) for one in said], 9)
+    for case, work, less in (
+        ("match", lambda: match(said), 0.0),
+        ("match_new", lambda: match(said, copied=True), copying),
+        ("match_changed", lambda: match(changed), 0.0),
+        ("match_read", lambda: match(chat.parse_request(body, seen).conversation.messages), 0.0),
+    ):
+        work()
+        row(f"{case}@{length}", "us_per_message", (cpu_us(work, 9) - less) / len(said), "naive trie", naive)
+
+
+def body_of(messages: Iterable[Message]) -> bytes:
+    return orjson.dumps({"messages": [{"role": one.role, "content": one.content} for one in messages]})
 
 
 def memory_rows(num_turns: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from stenograph.traces.digests import conversation_labels
 from stenograph.traces.equivalences import NAMES, accept, minted_turns, results_reordered
@@ -44,79 +45,89 @@ class Matcher:
     def match(self, tree: TraceTree, conversation: Conversation) -> Match | None:
         messages = conversation.messages
         labels = conversation_labels(conversation)[: len(messages)]  # all but the last message
-        best = _Way(tree.told.root, 0)
-        ways = [best]
+        best: _Place | None = None
+        ways = [_Place(tree.told.root, 0)]
         while ways:
-            way, valued = _follow(tree, labels, ways.pop())
-            if valued is not None and valued.num_labels > best.num_labels:
+            end, valued = _follow(labels, ways.pop())
+            if valued is not None and (best is None or valued.depth > best.depth):
                 best = valued
-            if 0 < way.num_labels < len(labels):
-                ways += reversed(list(self._turn_offs(tree, way, labels, messages)))
-        if best.num_labels == 0:
+            if 0 < end.depth < len(labels):
+                ways += self._turn_offs(tree, end, labels, messages)
+        if best is None:
             return None
-        num_known = best.num_labels - 1
-        accepted = tuple(sorted({name for _, names in best.changed.values() for name in names}))
-        changed = {index: message for index, (message, _) in best.changed.items()}
+        num_known = best.depth - 1
+        changed = dict(_changed(best))
+        accepted = tuple(sorted({name for _, names in changed.values() for name in names}))
         asked = _as_recorded(conversation, changed, num_known) if changed else conversation
         return Match(_meant(best.node.value, messages[num_known - 1]), num_known, asked, accepted)
 
     def _turn_offs(
-        self, tree: TraceTree, way: _Way, labels: list[bytes], messages: tuple[Message, ...]
-    ) -> Iterator[_Way]:
-        """Ways on from where no equal message stands, the likeliest first."""
-        index, label = way.num_labels - 1, labels[way.num_labels]
-        came = messages[index]
-        known = self._known.get(label, {})
+        self, tree: TraceTree, at: _Place, labels: list[bytes], messages: tuple[Message, ...]
+    ) -> list[_Place]:
+        """Ways on from where no equal message stands, the likeliest last."""
+        index, label = at.depth - 1, labels[at.depth]
+        came, known = messages[index], self._known.get(label, {})
         found = []
-        for node in reversed(list(way.node.children)):
+        for node in at.node.children:
             turn = tree.first_below(node)
             recorded = tree.message(turn, index)
             names = known.get(node.label) or accept(recorded, came, self.allowed)
             if names is not None:
                 self._known.setdefault(label, {})[node.label] = names
-                found.append((turn not in minted_turns(came), way.on(node, {index: (recorded, names)})))
+                way = _Place(node, at.depth + 1, at, (recorded,), names)
+                found.append((turn in minted_turns(came), way))
             elif came.role == "tool" and results_reordered.__name__ in self.allowed:
-                found += [(True, other) for other in _reordered(tree, way, node, messages)]
-        yield from (on for _, on in sorted(found, key=lambda pair: pair[0]))
+                found += [(False, way) for way in _reordered(tree, at, node, messages)]
+        return [way for _, way in sorted(found, key=itemgetter(0))]
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """A place in what was told, `num_labels` down. `changed`: by index, recorded messages that others stand for."""
+class _Place:
+    """A place in what was told, `depth` labels down, reached from `before` by equal messages after a difference.
+
+    `recorded` are the messages that stand where others came, `names` why those are accepted.
+    """
 
     node: ToldNode
-    num_labels: int
-    changed: dict[int, tuple[Message, tuple[str, ...]]] = field(default_factory=dict)
+    depth: int
+    before: _Place | None = None
+    recorded: tuple[Message, ...] = ()
+    names: tuple[str, ...] = ()
 
-    def on(self, node: ToldNode, changed: dict[int, tuple[Message, tuple[str, ...]]]) -> _Way:
-        return _Way(node, self.num_labels + len(changed), self.changed | changed)
 
-
-def _follow(tree: TraceTree, labels: list[bytes], way: _Way) -> tuple[_Way, _Way | None]:
+def _follow(labels: list[bytes], way: _Place) -> tuple[_Place, _Place | None]:
     """As far down as messages are equal, and the deepest place on the way that ends a reply."""
-    found = tree.told.search(labels[way.num_labels :], at=way.node)
-    valued = next((n for n in range(len(found.nodes) - 1, -1, -1) if found.nodes[n].has_value), None)
-    end = replace(way, node=found.nodes[-1], num_labels=way.num_labels + found.length)
-    if valued is None:
-        return end, None
-    return end, replace(way, node=found.nodes[valued], num_labels=way.num_labels + valued)
-
-
-def _reordered(tree: TraceTree, way: _Way, node: ToldNode, messages: tuple[Message, ...]) -> Iterator[_Way]:
-    """The way over results that are recorded in another order, `node` the first of them."""
-    start = way.num_labels - 1
-    last = len(messages) - 1  # which is to be answered, and so is in no turn's way
-    end = next((i for i in range(start, last) if messages[i].role != "tool"), last)
-    recorded, nodes = [], [node]
-    while True:
-        recorded.append(tree.message(tree.first_below(nodes[-1]), start + len(recorded)))
-        if len(recorded) == end - start or len(nodes[-1].children) != 1:
+    node, depth = way.node, way.depth
+    valued, valued_depth = (node, depth) if node.has_value else (None, 0)
+    while depth < len(labels):
+        child = node.child(labels[depth])
+        if child is None:
             break
-        nodes.append(next(iter(nodes[-1].children)))
+        node, depth = child, depth + 1
+        if node.has_value:
+            valued, valued_depth = node, depth
+    return _Place(node, depth, way), _Place(valued, valued_depth, way) if valued is not None else None
+
+
+def _changed(place: _Place | None) -> Iterator[tuple[int, tuple[Message, tuple[str, ...]]]]:
+    """By their index, the recorded messages on the way to `place` that others came for, and why they are accepted."""
+    while place is not None:
+        start = place.depth - 1 - len(place.recorded)
+        yield from ((start + n, (message, place.names)) for n, message in enumerate(place.recorded))
+        place = place.before
+
+
+def _reordered(tree: TraceTree, at: _Place, node: ToldNode, messages: tuple[Message, ...]) -> Iterator[_Place]:
+    """The way over results that are recorded in another order, `node` the first of them."""
+    start, last = at.depth - 1, len(messages) - 1  # the last is to be answered, and so is in no turn's way
+    end = next((i for i in range(start, last) if messages[i].role != "tool"), last)
+    recorded = [tree.message(tree.first_below(node), start)]
+    while len(recorded) < end - start and len(node.children) == 1:
+        (node,) = node.children
+        recorded.append(tree.message(tree.first_below(node), start + len(recorded)))
     came = results_reordered(recorded, messages[start : start + len(recorded)])
-    if came is not None and came == recorded:
-        names = (results_reordered.__name__,)
-        yield way.on(nodes[-1], {start + n: (message, names) for n, message in enumerate(recorded)})
+    if came == recorded:
+        yield _Place(node, at.depth + len(recorded), at, tuple(recorded), (results_reordered.__name__,))
 
 
 def _meant(equal: tuple[str, ...], reply: Message) -> str:
@@ -125,11 +136,13 @@ def _meant(equal: tuple[str, ...], reply: Message) -> str:
     return next((turn for turn in equal if turn in named), equal[-1])
 
 
-def _as_recorded(conversation: Conversation, changed: dict[int, Message], num_known: int) -> Conversation:
+def _as_recorded(
+    conversation: Conversation, changed: dict[int, tuple[Message, tuple[str, ...]]], num_known: int
+) -> Conversation:
     """The known messages as they are recorded; what follows refers to their calls by the recorded ids."""
     messages = list(conversation.messages)
     ids: dict[str | None, str] = {}
-    for index, recorded in changed.items():
+    for index, (recorded, _) in changed.items():
         pairs = zip(messages[index].tool_calls, recorded.tool_calls, strict=True)
         ids |= {theirs.id: ours.id for theirs, ours in pairs}
         messages[index] = recorded
