@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stenograph.traces.digests import conversation_labels, message_digests
 from stenograph.traces.equivalences import accept, minted_turns
 from stenograph.traces.trace import TraceTree
-from stenograph.types import Message, Tool, Turn
+from stenograph.types import Conversation, Message, Tool, Turn
+
+log = logging.getLogger(__name__)
 
 Cause = Literal[
     "template_rewrites_history",
@@ -73,14 +76,25 @@ class _Difference:
 
 def explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) -> Drift:
     """Describe the fork at `token` with which `turn`, in the tree already, begins a branch."""
-    found = _difference(tree, turn, token, allowed)
-    asked = tree.conversation(turn.id).messages
-    again = any(message.role == "assistant" for message in asked[found.message or 0 :])
+    try:
+        return _explain(tree, turn, token, allowed)
+    except Exception:  # the turn is recorded, and that it begins a branch is known whatever is wrong here
+        log.exception("the fork of %s could not be explained", turn.id)
+        return Drift(turn.id, tree.parent(turn.id), None, None, None, None, None, None, token, "unknown")
+
+
+def _explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) -> Drift:
+    parent = tree.parent(turn.id)
+    rewritten = parent is not None and not turn.extends
+    found = _rewritten(tree, parent, token) if rewritten else _difference(tree, turn, allowed)
+    start = 0 if parent is None else tree.recorded(parent).num_messages
+    behind = turn.messages[max((found.message or 0) - start, 0) :]
+    again = rewritten or any(message.role == "assistant" for message in behind)
     char = found.char
     cut = slice(max(0, (char or 0) - _CONTEXT_CHARS), (char or 0) + _SHOWN_CHARS)
     return Drift(
         turn=turn.id,
-        parent_turn=tree.parent(turn.id),
+        parent_turn=parent,
         message=found.message,
         role=found.role,
         field=found.field,
@@ -94,25 +108,23 @@ def explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) -
     )
 
 
-def _difference(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) -> _Difference:
-    parent = tree.parent(turn.id)
-    if parent is not None and not turn.extends:
-        return _rewritten(tree, parent, token)
-    other = _other(tree, turn)
+def _difference(tree: TraceTree, turn: Turn, allowed: Collection[str]) -> _Difference:
+    other, start = _other(tree, turn)
     if other is None:
         return _Difference("unknown")
-    said, asked = tree.said(other), tree.conversation(turn.id).messages
+    said, asked = tree.said(other, start), tree.said(turn.id, start)[:-1]
     index = _num_equal(said, asked)
     tools = tree.turn(other).tools
     if tools != turn.tools and (index > 0 or said[0].role != "system"):
         return _Difference("tools_changed", None, None, "tools", _told(tools), _told(turn.tools))
     if index in (len(said), len(asked)):
-        return _Difference("history_truncated" if index < len(said) else "unknown", index)
-    return _between(tree, said, asked, index, allowed)
+        return _Difference("history_truncated" if index < len(said) else "unknown", start + index)
+    return replace(_between(tree, said, asked, index, allowed), message=start + index)
 
 
-def _rewritten(tree: TraceTree, parent: str, token: int) -> _Difference:
+def _rewritten(tree: TraceTree, parent: str | None, token: int) -> _Difference:
     """All messages are as recorded, and their ids are not: the first reply that the fork cuts off is what changed."""
+    assert parent is not None
     turn = next((turn for turn in tree.path_turns(parent) if tree.node(turn).end > token), parent)
     recorded = tree.recorded(turn)
     field = "reasoning" if recorded.turn.reply.reasoning else None
@@ -127,25 +139,28 @@ def _rewritten(tree: TraceTree, parent: str, token: int) -> _Difference:
     )
 
 
-def _other(tree: TraceTree, turn: Turn) -> str | None:
-    """The recorded turn to compare with: one that the last reply's ids name, else one that says the same longest."""
-    asked = tree.conversation(turn.id).messages
-    last = next((message for message in reversed(asked) if message.role == "assistant"), None)
-    named = [name for name in minted_turns(last) if name in tree] if last is not None else []
-    if named and tree.said(named[0]) != asked[: tree.recorded(named[0]).num_messages]:
-        return named[0]
+def _other(tree: TraceTree, turn: Turn) -> tuple[str | None, int]:
+    """The recorded turn to compare with, and from which message on.
+
+    It is the one that ids in the last reply name, else the last of those that say the same longest.
+    """
+    last = next((message for message in reversed(turn.messages) if message.role == "assistant"), None)
+    named = next((name for name in minted_turns(last) if name in tree), None) if last is not None else None
+    if named is not None:  # and it is not what `turn` goes on from, or this would be no message of its own
+        return named, 0
     before = tree.recorded(turn.id).parent
-    labels = (
-        [*message_digests(turn.messages)] if before is not None else [*conversation_labels(tree.conversation(turn.id))]
-    )
-    path = tree.told.search(labels, at=None if before is None else before.told).nodes
+    if before is not None:
+        labels, at, start = message_digests(turn.messages), before.told, before.num_messages
+    else:
+        labels, at, start = conversation_labels(Conversation(turn.messages, turn.tools)), tree.told.root, 0
+    path = tree.told.search(labels, at=at).nodes
     for node, label in reversed(list(zip(path, labels, strict=False))):
         others = [child for child in node.children if child.label != label]
         if others:
             # Of conversations with other tools, one that begins with the same message is the nearest.
             alike = [child for child in others if node is tree.told.root and child.child(labels[1]) is not None]
-            return tree.last_below((alike or others)[-1])
-    return None
+            return tree.last_below((alike or others)[-1]), start
+    return None, 0
 
 
 def _between(

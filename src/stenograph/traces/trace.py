@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import itemgetter
 from typing import Literal
 
@@ -154,16 +155,18 @@ class TraceTree:
 
     def conversation(self, turn: str) -> Conversation:
         """What `turn` answered: the messages of the turns before it, their replies among them, and its own."""
-        messages: list[Message] = []
-        for recorded in self._lineage(turn):
-            messages += recorded.turn.messages
-            if recorded.turn.id != turn:
-                messages.append(recorded.turn.reply.message())
-        return Conversation(tuple(messages), self.turn(turn).tools)
+        return Conversation(self.said(turn)[:-1], self.turn(turn).tools)
 
-    def said(self, turn: str) -> tuple[Message, ...]:
-        """The conversation with `turn`'s reply at its end."""
-        return (*self.conversation(turn).messages, self.turn(turn).reply.message())
+    def said(self, turn: str, start: int = 0) -> tuple[Message, ...]:
+        """The conversation with `turn`'s reply at its end, from the message at `start` on."""
+        parts: list[tuple[Message, ...]] = []
+        recorded: Recorded | None = self._recorded[turn]
+        end = recorded.num_messages
+        while recorded is not None and recorded.num_messages > start:
+            parts.append((*recorded.turn.messages, recorded.turn.reply.message()))
+            recorded = recorded.parent
+        said = tuple(chain.from_iterable(reversed(parts)))
+        return said[len(said) - (end - start) :] if end > start else ()
 
     def message(self, turn: str, index: int) -> Message:
         """The message at `index` of what `said` gives, found from its end."""
@@ -228,15 +231,6 @@ class TraceTree:
         self._num_nodes += 1
         parent.children += (node,)
         return node
-
-    def _lineage(self, turn: str) -> list[Recorded]:
-        """The turns that `turn` continues, oldest first, and itself."""
-        lineage = []
-        recorded: Recorded | None = self._recorded[turn]
-        while recorded is not None:
-            lineage.append(recorded)
-            recorded = recorded.parent
-        return lineage[::-1]
 
     @staticmethod
     def _path(node: Node) -> list[Node]:
