@@ -141,6 +141,9 @@ class Turn:
     after the parent's where they were kept (`extends`), else the whole prompt; in a tree, less the ids that another
     turn was told before. Where the agent had begun the reply itself (a prefill), its tokens are context, and `reply` is
     both as one text. `versions` are spans (start offset in output_ids, policy version); the first starts at 0.
+    `experts` has a row for each forward pass over one input token; the last pass sampled the last token, so its input
+    is the token before that. There is a row for each token of `output_ids`, and more before them where passes over the
+    prompt are known. None: nobody asked for them (a dense model); a turn that lacks what was asked is not recorded.
     """
 
     id: str
@@ -161,14 +164,17 @@ class Turn:
     accepted: tuple[str, ...] = ()  # differences between what was asked and what it goes on from, by their names
     notes: tuple[str, ...] = ()
     stopped_by: str | None = None  # the stop string that ended the visible text
-    experts: NDArray[np.integer] | None = None  # [output tokens, layers, experts per token], as routed
+    experts: NDArray[np.integer] | None = None  # [passes, layers, experts per token], see below
     started_s: float = 0.0  # Unix time
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Where one turn's output lies in a sample: ids[start:end]."""
+    """Where one turn's output lies in a sample: ids[start:end].
+
+    The last turn of a sample that was cut for its length has `ended_by` "length", wherever the cut fell.
+    """
 
     turn: str
     start: int
@@ -181,7 +187,11 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One branch flattened for training; every array has len(ids), 0.0 and -1 where the token was not sampled."""
+    """One branch flattened for training; every array has len(ids), 0.0 and -1 where the token was not sampled.
+
+    experts[i] is the routing of the forward pass whose input is ids[i], where experts_mask[i]; 0 where it is unknown.
+    Both are None where nobody asked for experts: a dense model. They are never None where they went missing.
+    """
 
     session: str
     branch: int
@@ -195,6 +205,8 @@ class Sample:
     rollout_logprobs: Logprobs
     versions: NDArray[np.int32]
     turns: tuple[TurnSpan, ...]
+    experts: NDArray[np.integer] | None = None  # [tokens, layers, experts per token]
+    experts_mask: Mask | None = None  # [tokens]
 
 
 RolloutStatus = Literal["completed", "agent_failed", "timeout", "error"]

@@ -46,13 +46,18 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Newly sampled tokens under one policy version; the last chunk carries `finish_reason` (and may hold no ids)."""
+    """Newly sampled tokens under one policy version; the last chunk carries `finish_reason` (and may hold no ids).
+
+    `experts` are as in `Turn`: a row for the pass that sampled each token of `ids`; the first chunk may have rows for
+    passes over the prompt before them. Their dtype is the smallest of uint8, uint16 and int32 that holds how many
+    experts the model has.
+    """
 
     ids: Ids
     logprobs: Logprobs
     version: int
     finish_reason: FinishReason | None = None
-    experts: NDArray[np.integer] | None = None  # [tokens, layers, experts per token]
+    experts: NDArray[np.integer] | None = None  # [passes, layers, experts per token]
 
 
 class WeightSource(Protocol):

@@ -225,14 +225,16 @@ async def checked(
 
 def _check(chunk: Chunk, num_ids: int, max_tokens: int, wants_experts: bool) -> None:
     num_new = len(chunk.ids)
+    num_rows = 0 if chunk.experts is None else len(chunk.experts)
+    begins = num_ids == num_new  # the first tokens may come with rows of the prompt
     if num_new != len(chunk.logprobs):
         told = f"{len(chunk.logprobs)} logprobs for {num_new} tokens; start the engine with logprobs on"
     elif not np.isfinite(chunk.logprobs).all():
         told = "a logprob that is no number; is the temperature too close to 0?"
     elif num_ids > max_tokens:
         told = f"{num_ids} tokens, {max_tokens} were asked"
-    elif wants_experts and (0 if chunk.experts is None else len(chunk.experts)) != num_new:
-        told = f"no routed experts for {num_new} tokens; start the engine so that it returns them"
+    elif wants_experts and (num_rows < num_new or (num_rows > num_new and not begins)):
+        told = f"{num_rows} rows of routed experts for {num_new} tokens; start the engine so that it returns them"
         told += ", or set engine.experts = false"
     else:
         return

@@ -42,7 +42,8 @@ async def test_a_sound_answer_passes_and_nothing_after_its_end() -> None:
     sound = (chunk(1), chunk(2, 3), chunk(4, finish="stop"))
     assert await passed(*sound) == list(sound)
     assert await passed(*sound, chunk(5)) == list(sound)
-    assert len(await passed(chunk(1, experts=1), chunk(finish="length", experts=0), experts=True)) == 2
+    routed = (chunk(1, experts=3), chunk(2, experts=1), chunk(finish="length", experts=0))  # 2 rows of the prompt
+    assert len(await passed(*routed, experts=True)) == 3
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,10 @@ async def test_an_unsound_answer_is_an_error(chunks: list[Chunk], told: str) -> 
         await passed(*chunks)
 
 
-@pytest.mark.parametrize("experts", [None, 1])
+@pytest.mark.parametrize("experts", [None, 1, 3])
 async def test_experts_that_are_wanted_must_be_there(experts: int | None) -> None:
-    with pytest.raises(EngineError, match="no routed experts for 2 tokens"):
-        await passed(chunk(1, 2, finish="stop", experts=experts), experts=True)
+    with pytest.raises(EngineError, match=f"{experts or 0} rows of routed experts for 2 tokens"):
+        await passed(chunk(0, experts=1), chunk(1, 2, finish="stop", experts=experts), experts=True)
 
 
 async def test_an_abort_is_no_end() -> None:
