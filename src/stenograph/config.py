@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from stenograph.errors import ConfigError
-from stenograph.types import LogprobsMode
+from stenograph.types import BranchRole, LogprobsMode
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -213,6 +213,16 @@ class RolloutsConfig(Section):
     max_staleness: Annotated[int, Field(ge=0)] = 0  # policy versions; 0 is on-policy
 
 
+class SelectConfig(Section):
+    """Which of the recorded tokens become samples."""
+
+    tokens: Literal["train_once", "every_branch"] = "train_once"  # once: in the adopted main branch, else the oldest
+    roles: Annotated[tuple[BranchRole, ...], Field(min_length=1)] = ("main", "sub-agent")
+    unadopted: Literal["drop", "keep"] = "drop"  # answers to a request whose other answer the agent went on from
+    max_tokens: PositiveInt | None = None  # of a sample
+    overlong: Literal["drop", "truncate"] = "drop"  # what becomes of a branch with more
+
+
 class AlgorithmConfig(Section):
     """From rewards to a loss."""
 
@@ -267,6 +277,7 @@ class Config(BaseSettings):
     agent: AgentConfig = AgentConfig()
     judge: JudgeConfig = JudgeConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
+    select: SelectConfig = SelectConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

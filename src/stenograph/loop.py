@@ -83,8 +83,9 @@ class Loop:
         try:
             self.watcher.phase("rollouts")
             began = time.monotonic()
-            async for batch in made:
-                report, samples = await self._step(batch)
+            async for finished in made:
+                batch, recorded = self._flattened(finished)
+                report, samples = await self._step(batch, recorded)
                 self._record(batch, report, time.monotonic() - began)
                 await self._release(batch.rollouts)
                 if all(np.isin(sample.versions, (-1, self.version - report.applied)).all() for sample in samples):
@@ -101,14 +102,23 @@ class Loop:
         await asyncio.to_thread(self.trainer.save_actor, actor)
         load_tokenizer(self.config.model).save_pretrained(actor)  # with the chat template, so that it can be served
 
-    async def _step(self, batch: Batch) -> tuple[StepReport, list[Sample]]:
-        sessions = [rollout.session for rollout in batch.rollouts if rollout.session]
-        recorded = [sample for session in sessions for sample in self.store.samples(session)]
+    def _flattened(self, batch: Batch) -> tuple[Batch, list[Sample]]:
+        """The batch and its samples; a rollout whose session cannot be flattened truly failed, and says why."""
+        rollouts, samples = [], []
+        for rollout in batch.rollouts:
+            try:
+                samples += self.store.samples(rollout.session, self.config.select) if rollout.session else []
+            except TraceError as e:
+                rollout = replace(rollout, reward=None, parts={}, status="error", error=str(e))
+            rollouts.append(rollout)
+        return replace(batch, rollouts=tuple(rollouts)), samples
+
+    async def _step(self, batch: Batch, recorded: list[Sample]) -> tuple[StepReport, list[Sample]]:
         self.run.append("sessions.jsonl", self._session_rows(recorded))
         judged = {rollout.session for rollout in batch.rollouts if rollout.reward is not None}
         samples = [sample for sample in recorded if sample.session in judged]
         if not samples:
-            raise StenographError(f"step {batch.step + 1}: nothing to train on; {_first_error(batch.rollouts)}")
+            raise StenographError(f"step {batch.step + 1}: nothing to train on; {self._why_nothing(batch.rollouts)}")
         self.watcher.phase("training")
         shared = self.config.engine.kind == "local" and self.config.engine.weights == "shared"
         if shared:  # a step under a running engine would tear the weights within a turn
@@ -127,7 +137,17 @@ class Loop:
         trained = Disposition("trained") if applied else Disposition("dropped", "step_skipped")
         for rollout in rollouts:
             if rollout.session:
-                self.store.settle(rollout.session, trained if rollout.reward is not None else _FAILED)
+                disposition = trained if rollout.reward is not None else _FAILED
+                self.store.settle(rollout.session, disposition, self.config.select)
+
+    def _why_nothing(self, rollouts: Iterable[Rollout]) -> str:
+        errors = Counter(rollout.error for rollout in rollouts if rollout.error)
+        if errors:
+            error, count = errors.most_common(1)[0]
+            return f"{count} attempts failed with: {error}"
+        if any(rollout.session and self.store.get(rollout.session).num_turns for rollout in rollouts):
+            return "none of the branches is selected; widen [select] (roles, max_tokens, overlong)"
+        return "the agents made no call that was recorded; do they use OPENAI_BASE_URL?"
 
     def _record_tokens(self, step: int, samples: list[Sample]) -> None:
         """What the trainer saw at each token, by `session/branch/name`, as far as training.record asks."""
@@ -147,7 +167,7 @@ class Loop:
         self.run.append("rollouts.jsonl", (self._rollout_row(batch.step, r, ledgers) for r in batch.rollouts))
         astray = [name for name, held in ledgers.items() if not held.balanced or held.in_flight]
         if astray:
-            raise TraceError(f"step {batch.step}: tokens are not accounted for in sessions {', '.join(astray)}")
+            raise TraceError(f"step {batch.step + 1}: tokens are not accounted for in sessions {', '.join(astray)}")
         self.ledger = _sum([self.ledger, *ledgers.values()])
         row = {
             "step": batch.step + 1,
@@ -215,14 +235,6 @@ class Loop:
 
 
 _FAILED = Disposition("dropped", "rollout_failed")
-
-
-def _first_error(rollouts: Iterable[Rollout]) -> str:
-    errors = Counter(rollout.error for rollout in rollouts if rollout.error)
-    if not errors:
-        return "the agents made no call that was recorded; do they use OPENAI_BASE_URL?"
-    error, count = errors.most_common(1)[0]
-    return f"{count} attempts failed with: {error}"
 
 
 def _sum(ledgers: Sequence[Ledger]) -> Ledger:

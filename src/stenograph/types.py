@@ -164,7 +164,7 @@ class Turn:
     accepted: tuple[str, ...] = ()  # differences between what was asked and what it goes on from, by their names
     notes: tuple[str, ...] = ()
     stopped_by: str | None = None  # the stop string that ended the visible text
-    experts: NDArray[np.integer] | None = None  # [passes, layers, experts per token], see below
+    experts: NDArray[np.integer] | None = None  # [passes, layers, experts per token], see above
     started_s: float = 0.0  # Unix time
     seconds: float = 0.0
 

@@ -294,6 +294,18 @@ async def test_choices_are_siblings_in_one_commit() -> None:
         assert await client.json("GET", f"/sessions/{session.id}/drift") == []
 
 
+@pytest.mark.parametrize(("unadopted", "num_samples"), [("drop", 1), ("keep", 2)])
+async def test_samples_are_what_the_settings_select(unadopted: str, num_samples: int) -> None:
+    script = [say(RENDERING, "one"), say(RENDERING, "two"), FIRST]
+    async with listening(script, select={"unadopted": unadopted}) as client:
+        session = await client.open()
+        _, _, body = await session.ask(chat_body("hello", n=2))
+        said = json.loads(body)["choices"][0]["message"]["content"]
+        echoed = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": said}]
+        await session.ask(json.dumps({"messages": [*echoed, {"role": "user", "content": "go on"}]}).encode())
+        assert len(await client.json("GET", f"/sessions/{session.id}/samples")) == num_samples
+
+
 async def test_choices_have_seeds_of_their_own_and_say_so() -> None:
     engine = Counting(FIRST, SECOND)
     async with listening(engine) as client:

@@ -56,9 +56,12 @@ async def becomes(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def listening(
-    engine: Engine | Sequence[Line], store: TraceStore | None = None, **settings: Any
+    engine: Engine | Sequence[Line],
+    store: TraceStore | None = None,
+    select: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Client]:
-    """A gateway and a client of it; `settings` are those of [gateway].
+    """A gateway and a client of it; `settings` are those of [gateway], `select` is the section of that name.
 
     When it is left, no task may be left over, and nothing may have gone wrong that nobody was told of.
     """
@@ -67,7 +70,10 @@ async def listening(
     loop.set_exception_handler(lambda _, context: unheard.append(context))
     before = asyncio.all_tasks()
     served = ScriptedEngine(list(engine)) if isinstance(engine, Sequence) else engine
-    config = Config.model_validate({"engine": {"kind": "scripted", "script": "-"}, "gateway": {"port": 0, **settings}})
+    engine_settings = {"kind": "scripted", "script": "-"}
+    config = Config.model_validate(
+        {"engine": engine_settings, "gateway": {"port": 0, **settings}, "select": select or {}}
+    )
     gateway = Gateway(config, served, rendering(), store or MemoryTraceStore(), "admin", "model")
     await gateway.start()
     try:

@@ -8,18 +8,19 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from stenograph.config import SelectConfig
 from stenograph.errors import RequestError
 from stenograph.gateway import bodies
 from stenograph.gateway.sessions import Session, Sessions
 from stenograph.traces.export import sample_row, tree_row
-from stenograph.traces.store import TraceStore
 
 
 class SessionRoutes:
     """Answers /sessions and what is below it; the admin key is needed for all of it."""
 
-    def __init__(self, sessions: Sessions, seal_timeout_s: float) -> None:
+    def __init__(self, sessions: Sessions, select: SelectConfig, seal_timeout_s: float) -> None:
         self._sessions = sessions
+        self._select = select
         self._seal_timeout_s = seal_timeout_s
         self.public_url = ""
 
@@ -36,8 +37,7 @@ class SessionRoutes:
             case "POST", [id, "seal"]:
                 return await self._seal(self._sessions.find(id), await _body(request))
             case "GET", [id, "tree" | "samples" | "drift" | "ledger" as what]:
-                session = self._traced(id)
-                return _json(_READ[what](self._sessions.store, session, request.query.get("ids") == "1"))
+                return _json(self._read(what, self._traced(id), request.query.get("ids") == "1"))
         raise RequestError(f"{request.method} {path} is not an address of this gateway", status=404, retry=False)
 
     def _open(self, body: dict[str, Any]) -> web.Response:
@@ -84,29 +84,21 @@ class SessionRoutes:
             return []
         return await self._sessions.close(session)
 
+    def _read(self, what: str, session: str, with_ids: bool) -> object:
+        store = self._sessions.store
+        match what:
+            case "tree":
+                return tree_row(store.tree(session), with_ids)
+            case "samples":
+                return [sample_row(sample) for sample in store.samples(session, self._select)]
+            case "drift":
+                return [asdict(record) for record in store.drift(session)]
+        return asdict(store.ledger(session))
+
     def _traced(self, id: str) -> str:
         if not self._sessions.find(id).traced:
             raise RequestError(f"session {id} is untraced: nothing of it is recorded", status=404, retry=False)
         return id
-
-
-def _tree(store: TraceStore, session: str, with_ids: bool) -> object:
-    return tree_row(store.tree(session), with_ids)
-
-
-def _samples(store: TraceStore, session: str, with_ids: bool) -> object:
-    return [sample_row(sample) for sample in store.samples(session)]
-
-
-def _drift(store: TraceStore, session: str, with_ids: bool) -> object:
-    return [asdict(record) for record in store.drift(session)]
-
-
-def _ledger(store: TraceStore, session: str, with_ids: bool) -> object:
-    return asdict(store.ledger(session))
-
-
-_READ = {"tree": _tree, "samples": _samples, "drift": _drift, "ledger": _ledger}
 
 
 def _check_fields(body: dict[str, Any], *known: str) -> None:

@@ -72,7 +72,7 @@ class Gateway:
         self._answers = Answers(self._turns, self.store, self.config)
         key = self.config.engine.api_key
         self._passthrough = Passthrough(self.engine.server, key) if self.engine.server is not None else None
-        self._admin = SessionRoutes(self.sessions, settings.seal_timeout_s)
+        self._admin = SessionRoutes(self.sessions, self.config.select, settings.seal_timeout_s)
         self._runner: web.AppRunner | None = None
         self._expiry: asyncio.Task[None] | None = None
         self.url = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import asdict
 from typing import Any
 
@@ -16,9 +17,22 @@ def sample_row(sample: Sample) -> dict[str, Any]:
     fields = ("branch", "role", "rollout_id", "group_id", "task_id", "reward", "ids", "rollout_logprobs", "versions")
     row = {name: getattr(sample, name) for name in fields}
     row["loss_mask"] = sample.loss_mask.astype(np.uint8)
-    row["experts"] = None
+    row["experts"] = _experts_row(sample)
     row["turns"] = [asdict(span) for span in sample.turns]
     return row
+
+
+def _experts_row(sample: Sample) -> dict[str, Any] | None:
+    """Routed experts as base64 of the array in C order, little-endian; `mask` is 1 where they are known."""
+    if sample.experts is None or sample.experts_mask is None:
+        return None
+    little = sample.experts.astype(sample.experts.dtype.newbyteorder("<"), order="C", copy=False)
+    return {
+        "dtype": sample.experts.dtype.name,
+        "shape": sample.experts.shape,
+        "base64": base64.b64encode(little.data).decode(),
+        "mask": sample.experts_mask.astype(np.uint8),
+    }
 
 
 def session_row(sample: Sample, tree: TraceTree) -> dict[str, Any]:

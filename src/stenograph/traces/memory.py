@@ -8,11 +8,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stenograph.config import SelectConfig
 from stenograph.errors import TraceError
 from stenograph.traces.drift import Drift, explain
 from stenograph.traces.equivalences import NAMES
 from stenograph.traces.matching import Match, Matcher
 from stenograph.traces.samples import flatten, mask_reason
+from stenograph.traces.selection import DEFAULT, selected
 from stenograph.traces.store import Disposition, Ledger, SessionInfo, State
 from stenograph.traces.trace import TraceTree, TurnState
 from stenograph.types import Conversation, Sample, Turn
@@ -27,7 +29,7 @@ class _Session:
     reward: float | None = None
     status: str | None = None
     drift: list[Drift] = field(default_factory=list)
-    settled: dict[str, Disposition] = field(default_factory=dict)  # by turn
+    settled: dict[str, list[tuple[Disposition, int]]] = field(default_factory=dict)  # by turn: tokens that ended so
     dropped: Counter[str] = field(default_factory=Counter)  # tokens in no turn, by reason
 
 
@@ -96,10 +98,10 @@ class MemoryTraceStore:
             held.reward = held.reward if reward is None else reward
             held.status = held.status if status is None else status
 
-    def samples(self, session: str) -> list[Sample]:
+    def samples(self, session: str, select: SelectConfig = DEFAULT) -> list[Sample]:
         with self._lock:
             held = self._held(session)
-            return flatten(session, held.tree, held.reward, held.metadata)
+            return flatten(session, held.tree, select, held.reward, held.metadata)
 
     def ledger(self, session: str) -> Ledger:
         with self._lock:
@@ -111,26 +113,33 @@ class MemoryTraceStore:
             for turn in held.tree.turns.values():
                 num_tokens = len(turn.output_ids)
                 sampled += num_tokens
-                disposition = held.settled.get(turn.id)
                 if (reason := mask_reason(turn.sampling)) is not None:
                     masked[reason] += num_tokens
-                elif disposition is None:
+                    continue
+                if turn.id not in held.settled:
                     in_flight += num_tokens
-                elif disposition.kind == "trained":
-                    trained += num_tokens
-                else:
-                    dropped[disposition.reason or "unknown"] += num_tokens
-            return Ledger(sampled, trained, dict(masked), dict(dropped), in_flight)
+                for disposition, num_ended in held.settled.get(turn.id, ()):
+                    if disposition.kind == "trained":
+                        trained += num_ended
+                    else:
+                        dropped[disposition.reason or "unknown"] += num_ended
+            return Ledger(sampled, trained, dict(+masked), dict(+dropped), in_flight)  # + leaves zeros out
 
     def drift(self, session: str) -> list[Drift]:
         with self._lock:
             return list(self._held(session).drift)
 
-    def settle(self, session: str, disposition: Disposition) -> None:
+    def settle(self, session: str, disposition: Disposition, select: SelectConfig = DEFAULT) -> None:
         with self._lock:
             held = self._held(session)
-            for turn in held.tree.turns:
-                held.settled.setdefault(turn, disposition)
+            chosen = selected(held.tree, select)
+            for name, turn in held.tree.turns.items():
+                if name in held.settled:
+                    continue
+                num_kept = chosen.kept.get(name, 0)
+                held.settled[name] = [(disposition, num_kept)]
+                if num_left := len(turn.output_ids) - num_kept:
+                    held.settled[name].append((Disposition("dropped", chosen.dropped[name]), num_left))
 
     def release(self, sessions: Iterable[str]) -> list[str]:
         with self._lock:

@@ -1,14 +1,19 @@
-"""Branches flattened for training: every array has one entry per id, and a sampled token trains in one sample only."""
+"""Branches flattened for training: every array has one entry per id, written in one pass over the same turns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from stenograph.config import SelectConfig
+from stenograph.errors import TraceError
+from stenograph.traces.selection import Branch, selected
 from stenograph.traces.trace import TraceTree
-from stenograph.types import Sample, Sampling, Turn, TurnSpan
+from stenograph.types import Mask, Sample, Sampling, Turn, TurnSpan
 
 
 def mask_reason(sampling: Sampling) -> str | None:
@@ -28,41 +33,38 @@ def mask_reason(sampling: Sampling) -> str | None:
     return None
 
 
-def flatten(session: str, tree: TraceTree, reward: float | None, metadata: Mapping[str, Any]) -> list[Sample]:
-    """One sample per branch, oldest first. A token shared by branches is trainable in the oldest."""
-    claimed: set[str] = set()
-    return [
-        _branch(session, number, leaf, tree, reward, metadata, claimed) for number, leaf in enumerate(tree.leaves())
-    ]
+def flatten(
+    session: str, tree: TraceTree, select: SelectConfig, reward: float | None, metadata: Mapping[str, Any]
+) -> list[Sample]:
+    """One sample per branch that `select` chooses, oldest first.
+
+    Raises TraceError, naming the turns, where some turns of a branch have routed experts and others have none.
+    """
+    return [_sample(session, tree, branch, reward, metadata) for branch in selected(tree, select).branches]
 
 
-def _branch(
-    session: str,
-    number: int,
-    leaf: str,
-    tree: TraceTree,
-    reward: float | None,
-    metadata: Mapping[str, Any],
-    claimed: set[str],
-) -> Sample:
-    ids = tree.path_ids(leaf)
-    loss_mask = np.zeros(len(ids), np.bool_)
+def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None, metadata: Mapping[str, Any]) -> Sample:
+    turns = [(tree.turn(name), tree.node(name).start) for name in branch.turns]
+    ids = tree.path_ids(branch.turns[-1])[: branch.length]
     rollout_logprobs = np.zeros(len(ids), np.float32)
     versions = np.full(len(ids), -1, np.int32)
-    spans = []
-    for name in tree.path_turns(leaf):
-        turn, node = tree.turn(name), tree.node(name)
-        here = slice(node.start, node.end)
-        rollout_logprobs[here] = turn.rollout_logprobs
-        for start, version in turn.versions:  # each up to where the next one writes over it
-            versions[node.start + start : node.end] = version
-        loss_mask[here] = name not in claimed and mask_reason(turn.sampling) is None
-        spans.append(_span(turn, node.start))
-        claimed.add(name)
+    for turn, start in turns:
+        end = min(start + len(turn.output_ids), branch.length)
+        rollout_logprobs[start:end] = turn.rollout_logprobs[: end - start]
+        for offset, version in turn.versions:  # each up to where the next one writes over it
+            versions[start + offset : end] = version
+    loss_mask = versions >= 0
+    for turn, start in turns:
+        if turn.id not in branch.trains or mask_reason(turn.sampling) is not None:
+            loss_mask[start : start + len(turn.output_ids)] = False
+    try:
+        experts, experts_mask = _experts(turns, branch.length)
+    except TraceError as e:
+        raise TraceError(f"session {session}, branch {branch.number}: {e}") from None
     return Sample(
         session=session,
-        branch=number,
-        role=tree.turn(leaf).role,
+        branch=branch.number,
+        role=turns[-1][0].role,
         rollout_id=metadata.get("rollout_id"),
         group_id=metadata.get("group_id"),
         task_id=metadata.get("task_id"),
@@ -71,11 +73,54 @@ def _branch(
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
         versions=versions,
-        turns=tuple(spans),
+        turns=_spans(turns, branch),
+        experts=experts,
+        experts_mask=experts_mask,
     )
+
+
+def _spans(turns: Sequence[tuple[Turn, int]], branch: Branch) -> tuple[TurnSpan, ...]:
+    spans = [_span(turn, start) for turn, start in turns]
+    if branch.truncated:
+        spans[-1] = replace(spans[-1], end=branch.length, ended_by="length")
+    return tuple(spans)
 
 
 def _span(turn: Turn, start: int) -> TurnSpan:
     end = start + len(turn.output_ids)
     sampling = turn.sampling
     return TurnSpan(turn.id, start, end, turn.ended_by, sampling.temperature, sampling.top_p, turn.logprobs_mode)
+
+
+def _experts(turns: Sequence[tuple[Turn, int]], length: int) -> tuple[NDArray[np.integer] | None, Mask | None]:
+    """Routing by input token, and where it is known; None for a dense model. `turns` with where their outputs start."""
+    sampled = [(turn, start) for turn, start in turns if len(turn.output_ids)]  # the others made no pass
+    routed = [(turn, start, turn.experts) for turn, start in sampled if turn.experts is not None]
+    if not routed:
+        return None, None
+    first, _, like = routed[0]
+    _check_experts(sampled, first, like)
+    experts = np.zeros((length, *like.shape[1:]), np.result_type(*{rows.dtype for _, _, rows in routed}))
+    known = np.zeros(length, np.bool_)
+    for turn, start, rows in reversed(routed):  # the pass that sampled counts, not one that read its tokens again
+        end = start + len(turn.output_ids) - 1  # no pass of this turn had its last token as input
+        begin = end - len(rows)
+        here = slice(begin, min(end, length))
+        experts[here] = rows[: here.stop - begin]
+        known[here] = True
+    return experts, known
+
+
+def _check_experts(turns: Sequence[tuple[Turn, int]], first: Turn, like: NDArray[np.integer]) -> None:
+    """Raise TraceError unless every turn has rows of experts as `first` has, and as many as it may have."""
+    for turn, start in turns:
+        rows, num_tokens = turn.experts, len(turn.output_ids)
+        if rows is None:
+            told = f"turn {first.id} has routed experts, turn {turn.id} has none; set engine.experts = true, "
+            raise TraceError(told + "so that a turn without them is refused when it is taken")
+        if rows.shape[1:] != like.shape[1:]:
+            told = f"turn {first.id} has experts {like.shape[1:]} a token, turn {turn.id} {rows.shape[1:]}; "
+            raise TraceError(told + "serve one model in one session")
+        if not num_tokens <= len(rows) < start + num_tokens:
+            told = f"turn {turn.id} has {len(rows)} rows of experts for {num_tokens} tokens after {start} others; "
+            raise TraceError(told + "have the engine return one for each pass, the one that sampled last at the end")

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from stenograph.config import SelectConfig
 from stenograph.traces.drift import Drift
 from stenograph.traces.matching import Match
+from stenograph.traces.selection import DEFAULT
 from stenograph.traces.trace import TraceTree, TurnState
 from stenograph.types import Conversation, Sample, Turn
 
@@ -30,7 +32,13 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where sampled tokens ended: trained + masked + dropped + in_flight = sampled."""
+    """Where sampled tokens ended: trained + masked + dropped + in_flight = sampled, at every moment.
+
+    Each is counted once, however many samples hold it. `masked` has the reasons of `samples.mask_reason`; they hold
+    from the commit on. `dropped` has those of `selection.selected` (`unadopted`, `role`, `overlong`), those of
+    generations that became no turn (`aborted`, `engine_failed`, `commit_failed`), and what `settle` is told
+    (`step_skipped`, `rollout_failed`). `in_flight` is what nobody has settled.
+    """
 
     sampled: int = 0
     trained: int = 0
@@ -46,7 +54,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Disposition:
-    """What became of a session's trainable tokens: `trained`, or `dropped` for `reason`."""
+    """What became of tokens: `trained`, or `dropped` for `reason`."""
 
     kind: Literal["trained", "dropped"]
     reason: str | None = None
@@ -79,14 +87,22 @@ class TraceStore(Protocol):
 
     def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None: ...
 
-    def samples(self, session: str) -> list[Sample]: ...
+    def samples(self, session: str, select: SelectConfig = DEFAULT) -> list[Sample]:
+        """The branches that `select` chooses, flattened, oldest first.
+
+        Raises TraceError, naming the turns, where a branch cannot be flattened truly.
+        """
+        ...
 
     def ledger(self, session: str) -> Ledger: ...
 
     def drift(self, session: str) -> list[Drift]: ...
 
-    def settle(self, session: str, disposition: Disposition) -> None:
-        """Say where the tokens still in flight ended; a token is settled once."""
+    def settle(self, session: str, disposition: Disposition, select: SelectConfig = DEFAULT) -> None:
+        """Say what became of the trainable tokens of `samples(session, select)`; a token is settled once.
+
+        Those that are in no sample are dropped for the reason that `select` gives.
+        """
         ...
 
     def release(self, sessions: Iterable[str]) -> list[str]:

@@ -1,0 +1,136 @@
+"""What of a session is trained: one pure function of its tree, so that samples and the ledger cannot disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from stenograph.config import SelectConfig
+from stenograph.traces.trace import TraceTree
+
+DropReason = Literal["unadopted", "role", "overlong"]
+
+DEFAULT = SelectConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A branch that becomes a sample: the first `length` tokens on the path to the last of `turns`."""
+
+    number: int  # of the oldest leaf below it, among all leaves of the session
+    turns: tuple[str, ...]  # oldest first
+    length: int
+    truncated: bool
+    trains: frozenset[str] = frozenset()  # turns whose tokens may be trained in this sample
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What becomes samples, oldest first, and what does not."""
+
+    branches: tuple[Branch, ...]
+    kept: Mapping[str, int]  # by turn: how many of its tokens are in a sample, the first ones
+    dropped: Mapping[str, DropReason]  # by turn: why those that are in none are not
+
+
+def selected(tree: TraceTree, select: SelectConfig) -> Selection:
+    """Choose branches as `select` says.
+
+    A turn is dropped only where no chosen branch holds it, for the reason of the oldest branch that does:
+
+    - `unadopted`: siblings answered one request, and the agent went on from another of them. Where it went on from
+      none, all are kept: so many samples of the last call.
+    - `role`: a branch ends at its last turn of a role in `select.roles`. A compaction is left out so, and the
+      conversation that it sums up is not. Turns of other roles before the end are part of the branch.
+    - `overlong`: a branch of more than `select.max_tokens` tokens is left out, or cut there.
+    """
+    continued = _continued(tree)
+    dropped: dict[str, DropReason] = {}
+    branches = []
+    for number, leaf in enumerate(tree.leaves()):
+        if select.unadopted == "drop" and _is_unadopted(tree, leaf, continued):
+            dropped[leaf] = "unadopted"  # the turns before it are on its sibling's branch as well
+            continue
+        path = tree.path_turns(leaf)
+        ended = _to_role(tree, path, select)
+        fitting = _to_role(tree, _to_limit(tree, ended, select), select)
+        _note(dropped, path[len(ended) :], "role")
+        _note(dropped, ended[len(fitting) :], "overlong")
+        if fitting:
+            length = _within(tree.node(fitting[-1]).end, select)
+            truncated = length < tree.node(ended[-1]).end
+            branches.append(Branch(number, tuple(fitting), length, truncated))
+    kept = {}
+    for turn in {turn for branch in branches for turn in branch.turns}:
+        node = tree.node(turn)
+        kept[turn] = _within(node.end, select) - node.start
+        if kept[turn] < len(tree.turn(turn).output_ids):
+            dropped[turn] = "overlong"
+    chosen = list(_outermost(branches))
+    if select.tokens == "every_branch":
+        chosen = [replace(branch, trains=frozenset(branch.turns)) for branch in chosen]
+    else:
+        chosen = _claimed(tree, chosen, continued)
+    return Selection(tuple(chosen), kept, dropped)
+
+
+def _continued(tree: TraceTree) -> set[str]:
+    """The turns that another goes on from: by its ids, or by its conversation where that was rendered anew."""
+    by_ids = {turn for turn in tree.turns if tree.node(turn).children}
+    return by_ids | {parent for turn in tree.turns if (parent := tree.parent(turn)) is not None}
+
+
+def _is_unadopted(tree: TraceTree, turn: str, continued: Collection[str]) -> bool:
+    """Whether the agent went on not from `turn` but from a sibling of it, another answer to the same prompt."""
+    before = tree.node(turn).parent
+    if turn in continued or before is None:
+        return False
+    return any(sibling.turn in continued for sibling in before.children)
+
+
+def _to_role(tree: TraceTree, path: list[str], select: SelectConfig) -> list[str]:
+    """The turns up to the last one of a role that is trained."""
+    return path[: next((n for n in range(len(path), 0, -1) if tree.turn(path[n - 1]).role in select.roles), 0)]
+
+
+def _to_limit(tree: TraceTree, path: list[str], select: SelectConfig) -> list[str]:
+    """The turns that are within the limit or begin there; none, where an overlong branch is dropped."""
+    if not path or select.max_tokens is None or tree.node(path[-1]).end <= select.max_tokens:
+        return path
+    if select.overlong == "drop":
+        return []
+    return [turn for turn in path if tree.node(turn).start < select.max_tokens]
+
+
+def _within(position: int, select: SelectConfig) -> int:
+    return position if select.max_tokens is None else min(position, select.max_tokens)
+
+
+def _note(dropped: dict[str, DropReason], turns: Iterable[str], reason: DropReason) -> None:
+    for turn in turns:
+        dropped.setdefault(turn, reason)
+
+
+def _outermost(branches: Sequence[Branch]) -> Iterator[Branch]:
+    """Leave out what is the beginning of another, now that branches may end early."""
+    ends = {turn for branch in branches for turn in branch.turns[:-1]}
+    for branch in branches:
+        if branch.turns[-1] not in ends:
+            ends.add(branch.turns[-1])
+            yield branch
+
+
+def _claimed(tree: TraceTree, branches: Sequence[Branch], continued: Collection[str]) -> list[Branch]:
+    """Give each turn to one branch: the oldest main one that was adopted, else the oldest."""
+
+    def comes_later(branch: Branch) -> bool:
+        end = branch.turns[-1]
+        return tree.turn(end).role != "main" or _is_unadopted(tree, end, continued)
+
+    claimed: set[str] = set()
+    claiming = []
+    for branch in sorted(branches, key=comes_later):
+        claiming.append(replace(branch, trains=frozenset(branch.turns) - claimed))
+        claimed.update(branch.turns)
+    return sorted(claiming, key=lambda branch: branch.number)

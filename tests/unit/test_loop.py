@@ -1,0 +1,131 @@
+"""What the loop makes of a step's sessions: selected, trained, settled; a token astray fails the run by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stenograph.config import Config
+from stenograph.engines.scripted import ScriptedEngine
+from stenograph.errors import StenographError, TraceError
+from stenograph.loop import Loop
+from stenograph.rundir import RunDir
+from stenograph.traces.memory import MemoryTraceStore
+from stenograph.traces.store import Ledger
+from stenograph.training.trainer import Trainer
+from stenograph.types import Rollout, Task
+from stenograph.watching import Watchers
+from support.models import tiny_model
+from support.turns import make_turn
+
+UNLIMITED = {"max_logprob_difference_mean": 99, "max_logprob_difference_p99": 99}  # no model sampled these turns
+CONFIG = {
+    "engine": {"kind": "scripted", "script": "unread.jsonl", **UNLIMITED},
+    "rollouts": {"num_groups": 1, "group_size": 2},
+    "training": {"steps": 1, "num_threads": 1, "device": "cpu"},
+    "select": {"max_tokens": 8},
+}
+ROUTED = np.zeros((2, 2, 2), np.uint8)
+
+
+class Recorded:
+    """Attempts that were made before: each opens a session, and its turns are in the record."""
+
+    def __init__(self, store: MemoryTraceStore, mixed: Sequence[int] = ()) -> None:
+        self.store, self.mixed = store, mixed
+        self.gateway = self
+
+    async def run_all(self, pairs: Sequence[tuple[Task, str]]) -> list[Rollout]:
+        return [self._run(n, task, group) for n, (task, group) in enumerate(pairs)]
+
+    async def delete(self, session: str) -> None:
+        self.store.release([session])
+
+    def _run(self, n: int, task: Task, group: str) -> Rollout:
+        session, reward = f"s{n}", float(n)
+        self.store.open(session, {"rollout_id": f"r{n}", "group_id": group, "task_id": task.id})
+        first = make_turn([1, 2], [3, 4])
+        first = replace(first, experts=ROUTED) if n in self.mixed else first
+        left, taken = make_turn([5], [6, 7 + n]), make_turn([5], [8])
+        self.store.commit(session, None, first)
+        self.store.commit(session, first.id, left, taken)
+        self.store.commit(session, taken.id, make_turn([9], [10]))
+        self.store.commit(session, taken.id, make_turn([11], [12, 13, 14]))  # its branch has 9 tokens
+        self.store.seal(session, reward, "completed")
+        return Rollout(f"r{n}", group, task, session, reward, "completed")
+
+
+class Forgetful(MemoryTraceStore):
+    """A store that loses a token of one session."""
+
+    def ledger(self, session: str) -> Ledger:
+        held = super().ledger(session)
+        return replace(held, sampled=held.sampled + 1) if session == "s1" else held
+
+
+async def on_engine(work: Coroutine[Any, Any, None]) -> None:
+    await work
+
+
+def loop(folder: Path, store: MemoryTraceStore, attempts: Recorded, **settings: Any) -> Loop:
+    config = Config(**{**CONFIG, **settings})
+    return Loop(
+        config=config,
+        run=RunDir.create(folder / "run", config),
+        engine=ScriptedEngine([], context_length=100),
+        on_engine=on_engine,
+        store=store,
+        trainer=Trainer(tiny_model(), config),
+        attempts=attempts,  # type: ignore[arg-type]
+        tasks=[Task("t", "prompt")],
+        held_out=[],
+        dtypes={"engine_dtype": "none", "trainer_dtype": "float32"},
+        watcher=Watchers(),
+    )
+
+
+def rows(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+
+
+async def test_what_is_selected_is_trained_and_the_rest_is_dropped_for_its_reason(tmp_path: Path) -> None:
+    store = MemoryTraceStore()
+    run = loop(tmp_path, store, Recorded(store))
+    await run.train()
+    (first, second) = rows(tmp_path, "rollouts.jsonl")
+    assert first["ledger"] == second["ledger"]
+    assert first["ledger"]["trained"] == 4
+    assert first["ledger"]["dropped"] == {"unadopted": 2, "overlong": 3}
+    assert run.ledger == Ledger(18, 8, {}, {"unadopted": 4, "overlong": 6}, 0)
+    assert [sum(row["loss_mask"]) for row in rows(tmp_path, "sessions.jsonl")] == [4, 4]
+
+
+async def test_a_session_that_cannot_be_flattened_fails_its_rollout_and_not_the_run(tmp_path: Path) -> None:
+    store = MemoryTraceStore()
+    await loop(tmp_path, store, Recorded(store, mixed=[0])).train()
+    (failed, trained) = rows(tmp_path, "rollouts.jsonl")
+    assert (failed["status"], failed["reward"]) == ("error", None)
+    assert "session s0, branch 1: turn" in failed["error"]
+    assert failed["ledger"]["dropped"] == {"rollout_failed": 4, "unadopted": 2, "overlong": 3}
+    assert trained["status"] == "completed"
+
+
+async def test_a_step_whose_tokens_are_not_accounted_for_fails_and_names_the_sessions(tmp_path: Path) -> None:
+    store = Forgetful()
+    with pytest.raises(TraceError, match=r"step 1: tokens are not accounted for in sessions s1$"):
+        await loop(tmp_path, store, Recorded(store)).train()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert len(rows(tmp_path, "rollouts.jsonl")) == 2  # what can be seen of it is written down
+
+
+async def test_a_step_without_a_selected_branch_says_what_to_change(tmp_path: Path) -> None:
+    store = MemoryTraceStore()
+    run = loop(tmp_path, store, Recorded(store), select={"roles": ["title"]})
+    with pytest.raises(StenographError, match=r"none of the branches is selected; widen \[select\]"):
+        await run.train()
