@@ -48,14 +48,15 @@ class Recorder:
         sampling: Sampling | None = None,
         role: BranchRole = "main",
         rows: np.ndarray | None = None,
+        extends: bool = True,
     ) -> list[Turn]:
-        """Record siblings: answers to one prompt."""
+        """Record siblings: answers to one prompt, which is rendered anew where it does not extend `after`'s ids."""
         context = list(itertools.islice(self._tokens, num_context))
         turns = []
         for _ in range(num_choices):
             output = list(itertools.islice(self._tokens, num_output))
             turn = make_turn(context, output, sampling=sampling, versions=((0, len(turns)), (1, 9)))
-            turns.append(replace(turn, role=role, experts=rows))
+            turns.append(replace(turn, role=role, experts=rows, extends=extends))
         self.store.commit("s", after and after.id, *turns)
         return turns
 
@@ -103,6 +104,14 @@ def test_whether_it_was_delivered_makes_no_sibling_adopted(session: Recorder) ->
     session.store.mark("s", [taken.id], "undelivered")
     session.turn(taken)
     assert session.settled() == {"trained": 4, "unadopted": 2}
+
+
+def test_a_sibling_is_built_on_also_where_its_conversation_was_rendered_anew(session: Recorder) -> None:
+    root = session.turn()
+    _, taken = session.choices(root, 2)
+    last = session.turn(taken, extends=False)
+    assert held(session.samples()) == [[root.id, taken.id], [last.id]]
+    assert session.settled() == {"trained": 6, "unadopted": 2}
 
 
 def test_siblings_of_which_none_is_built_on_are_all_samples(session: Recorder) -> None:
@@ -374,6 +383,7 @@ CALLS = st.lists(
             "num_context": st.integers(1, 3),
             "num_output": st.integers(0, 4),
             "role": st.sampled_from(ROLES),
+            "extends": st.booleans(),
             "sampling": st.sampled_from([Sampling(), Sampling(), Sampling(temperature=0)]),
         }
     ),
