@@ -136,10 +136,12 @@ class MemoryTraceStore:
             for name, turn in held.tree.turns.items():
                 if name in held.settled:
                     continue
-                num_kept = chosen.kept.get(name, 0)
-                held.settled[name] = [(disposition, num_kept)]
-                if num_left := len(turn.output_ids) - num_kept:
-                    held.settled[name].append((Disposition("dropped", chosen.dropped[name]), num_left))
+                num_tokens = len(turn.output_ids)
+                ended = []
+                if (dropped := chosen.dropped.get(name)) is not None:
+                    ended.append((Disposition("dropped", dropped.reason), dropped.num_tokens))
+                    num_tokens -= dropped.num_tokens
+                held.settled[name] = [*ended, (disposition, num_tokens)]
 
     def release(self, sessions: Iterable[str]) -> list[str]:
         with self._lock:

@@ -44,13 +44,14 @@ def flatten(
 
 
 def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None, metadata: Mapping[str, Any]) -> Sample:
+    """Flatten the whole of the branch's last turn, then cut everything at one place."""
     turns = [(tree.turn(name), tree.node(name).start) for name in branch.turns]
-    ids = tree.path_ids(branch.turns[-1])[: branch.length]
+    ids = tree.path_ids(branch.turns[-1])
     rollout_logprobs = np.zeros(len(ids), np.float32)
     versions = np.full(len(ids), -1, np.int32)
     for turn, start in turns:
-        end = min(start + len(turn.output_ids), branch.length)
-        rollout_logprobs[start:end] = turn.rollout_logprobs[: end - start]
+        end = start + len(turn.output_ids)
+        rollout_logprobs[start:end] = turn.rollout_logprobs
         for offset, version in turn.versions:  # each up to where the next one writes over it
             versions[start + offset : end] = version
     loss_mask = versions >= 0
@@ -58,9 +59,13 @@ def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None,
         if turn.id not in branch.trains or mask_reason(turn.sampling) is not None:
             loss_mask[start : start + len(turn.output_ids)] = False
     try:
-        experts, experts_mask = _experts(turns, branch.length)
+        experts, experts_mask = _experts(turns, len(ids))
     except TraceError as e:
         raise TraceError(f"session {session}, branch {branch.number}: {e}") from None
+    spans = [_span(turn, start) for turn, start in turns]
+    if branch.truncated:
+        spans[-1] = replace(spans[-1], end=branch.length, ended_by="length")
+    kept = slice(branch.length)
     return Sample(
         session=session,
         branch=branch.number,
@@ -69,21 +74,14 @@ def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None,
         group_id=metadata.get("group_id"),
         task_id=metadata.get("task_id"),
         reward=reward,
-        ids=ids,
-        loss_mask=loss_mask,
-        rollout_logprobs=rollout_logprobs,
-        versions=versions,
-        turns=_spans(turns, branch),
-        experts=experts,
-        experts_mask=experts_mask,
+        ids=ids[kept],
+        loss_mask=loss_mask[kept],
+        rollout_logprobs=rollout_logprobs[kept],
+        versions=versions[kept],
+        turns=tuple(spans),
+        experts=None if experts is None else experts[kept],
+        experts_mask=None if experts_mask is None else experts_mask[kept],
     )
-
-
-def _spans(turns: Sequence[tuple[Turn, int]], branch: Branch) -> tuple[TurnSpan, ...]:
-    spans = [_span(turn, start) for turn, start in turns]
-    if branch.truncated:
-        spans[-1] = replace(spans[-1], end=branch.length, ended_by="length")
-    return tuple(spans)
 
 
 def _span(turn: Turn, start: int) -> TurnSpan:
@@ -104,10 +102,8 @@ def _experts(turns: Sequence[tuple[Turn, int]], length: int) -> tuple[NDArray[np
     known = np.zeros(length, np.bool_)
     for turn, start, rows in reversed(routed):  # the pass that sampled counts, not one that read its tokens again
         end = start + len(turn.output_ids) - 1  # no pass of this turn had its last token as input
-        begin = end - len(rows)
-        here = slice(begin, min(end, length))
-        experts[here] = rows[: here.stop - begin]
-        known[here] = True
+        experts[end - len(rows) : end] = rows
+        known[end - len(rows) : end] = True
     return experts, known
 
 

@@ -26,12 +26,19 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class Dropped:
+    """A turn's last tokens, as many as are in no sample: all, unless a limit cut it."""
+
+    num_tokens: int
+    reason: DropReason
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
-    """What becomes samples, oldest first, and what does not."""
+    """What becomes samples, oldest first, and by turn what does not."""
 
     branches: tuple[Branch, ...]
-    kept: Mapping[str, int]  # by turn: how many of its tokens are in a sample, the first ones
-    dropped: Mapping[str, DropReason]  # by turn: why those that are in none are not
+    dropped: Mapping[str, Dropped]
 
 
 def selected(tree: TraceTree, select: SelectConfig) -> Selection:
@@ -46,39 +53,35 @@ def selected(tree: TraceTree, select: SelectConfig) -> Selection:
     - `overlong`: a branch of more than `select.max_tokens` tokens is left out, or cut there.
     """
     continued = _continued(tree)
-    dropped: dict[str, DropReason] = {}
+    reasons: dict[str, DropReason] = {}
     branches = []
     for number, leaf in enumerate(tree.leaves()):
         if select.unadopted == "drop" and _is_unadopted(tree, leaf, continued):
-            dropped[leaf] = "unadopted"  # the turns before it are on its sibling's branch as well
+            reasons[leaf] = "unadopted"  # the turns before it are on its sibling's branch as well
             continue
         path = tree.path_turns(leaf)
         ended = _to_role(tree, path, select)
         fitting = _to_role(tree, _to_limit(tree, ended, select), select)
-        _note(dropped, path[len(ended) :], "role")
-        _note(dropped, ended[len(fitting) :], "overlong")
+        _note(reasons, path[len(ended) :], "role")
+        _note(reasons, ended[len(fitting) :], "overlong")
         if fitting:
-            length = _within(tree.node(fitting[-1]).end, select)
+            end = tree.node(fitting[-1]).end
+            length = min(end, select.max_tokens or end)
             truncated = length < tree.node(ended[-1]).end
             branches.append(Branch(number, tuple(fitting), length, truncated))
-    kept = {}
-    for turn in {turn for branch in branches for turn in branch.turns}:
-        node = tree.node(turn)
-        kept[turn] = _within(node.end, select) - node.start
-        if kept[turn] < len(tree.turn(turn).output_ids):
-            dropped[turn] = "overlong"
     chosen = list(_outermost(branches))
     if select.tokens == "every_branch":
         chosen = [replace(branch, trains=frozenset(branch.turns)) for branch in chosen]
     else:
         chosen = _claimed(tree, chosen, continued)
-    return Selection(tuple(chosen), kept, dropped)
+    return Selection(tuple(chosen), _dropped(tree, chosen, reasons))
 
 
 def _continued(tree: TraceTree) -> set[str]:
     """The turns that another goes on from: by its ids, or by its conversation where that was rendered anew."""
-    by_ids = {turn for turn in tree.turns if tree.node(turn).children}
-    return by_ids | {parent for turn in tree.turns if (parent := tree.parent(turn)) is not None}
+    turns = tree.turns
+    by_ids = {turn for turn in turns if tree.node(turn).children}
+    return by_ids | {parent for turn in turns if (parent := tree.parent(turn)) is not None}
 
 
 def _is_unadopted(tree: TraceTree, turn: str, continued: Collection[str]) -> bool:
@@ -103,13 +106,21 @@ def _to_limit(tree: TraceTree, path: list[str], select: SelectConfig) -> list[st
     return [turn for turn in path if tree.node(turn).start < select.max_tokens]
 
 
-def _within(position: int, select: SelectConfig) -> int:
-    return position if select.max_tokens is None else min(position, select.max_tokens)
-
-
-def _note(dropped: dict[str, DropReason], turns: Iterable[str], reason: DropReason) -> None:
+def _note(reasons: dict[str, DropReason], turns: Iterable[str], reason: DropReason) -> None:
     for turn in turns:
-        dropped.setdefault(turn, reason)
+        reasons.setdefault(turn, reason)
+
+
+def _dropped(tree: TraceTree, branches: Sequence[Branch], reasons: Mapping[str, DropReason]) -> dict[str, Dropped]:
+    """What is in none of `branches`: turns that none holds, and the ends of those that were cut."""
+    held = {turn for branch in branches for turn in branch.turns}
+    dropped = {
+        turn: Dropped(len(tree.turn(turn).output_ids), reason) for turn, reason in reasons.items() if turn not in held
+    }
+    for branch in branches:
+        if (num_cut := tree.node(branch.turns[-1]).end - branch.length) > 0:
+            dropped[branch.turns[-1]] = Dropped(num_cut, "overlong")
+    return dropped
 
 
 def _outermost(branches: Sequence[Branch]) -> Iterator[Branch]:

@@ -114,6 +114,14 @@ def test_a_sibling_is_built_on_also_where_its_conversation_was_rendered_anew(ses
     assert session.settled() == {"trained": 6, "unadopted": 2}
 
 
+def test_a_sibling_is_built_on_also_by_a_conversation_that_has_its_ids_alone(session: Recorder) -> None:
+    _, taken = session.choices(None, 2)
+    ids = session.store.tree("s").path_ids(taken.id)
+    last = make_turn([*ids, 91], [92])
+    session.store.commit("s", None, last)
+    assert held(session.samples()) == [[taken.id, last.id]]
+
+
 def test_siblings_of_which_none_is_built_on_are_all_samples(session: Recorder) -> None:
     first = session.turn()
     choices = session.choices(first, 4)
