@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from stenograph import __version__, inspecting
-from stenograph.config import load_config
+from stenograph.config_loading import load_config
 from stenograph.errors import ConfigError, StenographError, boundary
 from stenograph.rundir import read_lines
 

@@ -43,7 +43,7 @@ async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
         model = load_model(config.model, dtype=config.engine.dtype)
     engine = await build_engine(config, rendering, model)
     try:
-        async with _listening(config, engine, rendering, MemoryTraceStore(config.matching.allowed)) as gateway:
+        async with _listening(config, engine, rendering, _new_store(config)) as gateway:
             listening(gateway)
             await stopped.wait()
     finally:
@@ -77,7 +77,7 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
 
     rendering = load_rendering(config.model)
     trainer = Trainer(load_model(config.model), config)
-    store = MemoryTraceStore(config.matching.allowed)
+    store = _new_store(config)
     async with AsyncExitStack() as stack:
         engine = await build_engine(config, rendering, trainer.model)
         stack.push_async_callback(engine.aclose)
@@ -196,3 +196,7 @@ class LoopThread:
             yield entered
         finally:
             await self.run(context.__aexit__(None, None, None))
+
+
+def _new_store(config: Config) -> TraceStore:
+    return MemoryTraceStore([name for name, is_on in config.matching.model_dump().items() if is_on])

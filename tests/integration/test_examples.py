@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stenograph.config import load_config
+from stenograph.config_loading import load_config
 from stenograph.rendering import builtin_tokenizer
 from stenograph.tasks import load_tasks
 from support.models import tiny_model

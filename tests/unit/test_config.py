@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 import stenograph
 from stenograph import config as settings
-from stenograph.config import Config, load_config
+from stenograph.config import Config
+from stenograph.config_loading import load_config
 from stenograph.errors import ConfigError
 from stenograph.rundir import RunDir
 

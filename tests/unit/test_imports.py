@@ -13,7 +13,7 @@ ROOT = Path(stenograph.__file__).parent
 LAYERS = [
     {"types", "errors"},
     {"config", "imports", "processes"},
-    {"models"},
+    {"config_loading", "models"},
     {"rendering"},
     {"dialects"},
     {"traces"},

@@ -196,7 +196,8 @@ def _mends(raw: str, text: str) -> bool:
         return True
     # A repair adds quotes and brackets, or leaves out the end that was cut off: the words stay, from the first one on.
     kept, words = _words(text), _words(raw)
-    return words[: len(kept)] == kept
+    is_cut = not raw.rstrip().endswith("}")
+    return kept == words or not kept or (is_cut and kept == words[: len(kept)])
 
 
 def _words(text: str) -> list[str]:

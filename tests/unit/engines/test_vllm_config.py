@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stenograph.config import Config, EngineConfig, ModelConfig, load_config
+from stenograph.config import Config, EngineConfig, ModelConfig
+from stenograph.config_loading import load_config
 from stenograph.engines.base import Engine
 from stenograph.engines.vllm import VllmEngine
 from stenograph.errors import ConfigError

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stenograph.config import TasksConfig, load_config
+from stenograph.config import TasksConfig
+from stenograph.config_loading import load_config
 from stenograph.imports import load_callable
 from stenograph.tasks import load_tasks
 

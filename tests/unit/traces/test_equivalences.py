@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import orjson
@@ -18,15 +19,14 @@ from support.arbitrary import values
 
 def test_every_equivalence_has_its_setting() -> None:
     assert set(MatchingConfig.model_fields) == set(NAMES)
-    assert MatchingConfig().allowed == NAMES
-    assert "ids_changed" not in MatchingConfig(ids_changed=False).allowed
+    assert all(MatchingConfig().model_dump().values())
 
 
 def calls(arguments: str, id: str = "call_1", name: str = "f") -> Message:
     return Message("assistant", tool_calls=(ToolCall(id, name, arguments),))
 
 
-NAMES_OF_FIELDS = ("a", "b", "10", "9")
+JSON = values(("a", "b", "10", "9")).filter(lambda value: not re.search("NaN|Infinity", json.dumps(value)))
 
 
 def said(content: str, reasoning: str = "") -> Message:
@@ -87,6 +87,8 @@ REFUSED = [
     (calls('{"a": 1}'), calls("{}")),
     (calls('{"a": 1}'), calls('{"a": ')),
     (calls('{"a": "x'), calls('{"b": "x"}')),
+    (calls('{"a": NaN, "b": 1}'), calls('{"a": 1}')),
+    (calls('{"a": Infinity}'), calls('{"a": 1}')),
     (calls('{"a": "x'), calls('{"a": "y"}')),
     (calls("{}"), calls("{}", name="g")),
     (calls("{}"), said("")),
@@ -113,7 +115,7 @@ def test_what_says_something_else_is_not_accepted(recorded: Message, came: Messa
     assert accept(recorded, came) is None
 
 
-@given(values(NAMES_OF_FIELDS), values(NAMES_OF_FIELDS))
+@given(JSON, JSON)
 def test_arguments_are_the_same_where_any_reader_says_so(one: object, other: object) -> None:
     recorded, came = (calls(json.dumps({"x": value})) for value in (one, other))
     if json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True):
