@@ -87,7 +87,7 @@ def _explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) 
     parent = tree.parent(turn.id)
     rewritten = parent is not None and not turn.extends
     found = _rewritten(tree, parent, token) if rewritten else _difference(tree, turn, allowed)
-    start = 0 if parent is None else tree.recorded(parent).num_messages
+    start = 0 if parent is None else tree.node(parent).num_messages
     behind = turn.messages[max((found.message or 0) - start, 0) :]
     again = rewritten or any(message.role == "assistant" for message in behind)
     char = found.char
@@ -126,7 +126,7 @@ def _rewritten(tree: TraceTree, parent: str | None, token: int) -> _Difference:
     """All messages are as recorded, and their ids are not: the first reply that the fork cuts off is what changed."""
     assert parent is not None
     turn = next((turn for turn in tree.path_turns(parent) if tree.node(turn).end > token), parent)
-    recorded = tree.recorded(turn)
+    recorded = tree.node(turn)
     field = "reasoning" if recorded.turn.reply.reasoning else None
     return _Difference(
         "template_rewrites_history",
@@ -148,7 +148,7 @@ def _other(tree: TraceTree, turn: Turn) -> tuple[str | None, int]:
     named = next((name for name in minted_turns(last) if name in tree), None) if last is not None else None
     if named is not None:  # and it is not what `turn` goes on from, or this would be no message of its own
         return named, 0
-    before = tree.recorded(turn.id).parent
+    before = tree.node(turn.id).before
     if before is not None:
         labels, at, start = message_digests(turn.messages), before.told, before.num_messages
     else:

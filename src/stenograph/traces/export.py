@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stenograph.traces.trace import TraceTree
+from stenograph.traces.trace import Node, Output, TraceTree
 from stenograph.types import Message, Sample
 
 
@@ -66,16 +66,18 @@ def message_row(message: Message) -> dict[str, Any]:
 
 def tree_row(tree: TraceTree, with_ids: bool) -> dict[str, Any]:
     """Nodes and turns, parents before children."""
+    numbers: dict[Node | None, int] = {node: number for number, node in enumerate(tree.nodes())}
     nodes = []
-    for node in tree.nodes():
-        parent = node.parent.id if node.parent is not None and node.parent.parent is not None else None
-        row = {"id": node.id, "parent": parent, "kind": node.kind, "start": node.start, "length": len(node.ids)}
-        row |= {"turn": node.turn} if node.turn is not None else {}
+    for number, node in enumerate(tree.nodes()):
+        is_output = isinstance(node, Output)
+        row = {"id": number, "parent": numbers.get(node.parent), "kind": "output" if is_output else "context"}
+        row |= {"start": node.start, "length": len(node.ids)}
+        row |= {"turn": node.turn.id} if is_output else {}
         nodes.append(row | ({"ids": node.ids} if with_ids else {}))
     turns = [
         {
             "id": turn.id,
-            "node": tree.node(turn.id).id,
+            "node": numbers[tree.node(turn.id)],
             "parent": tree.parent(turn.id),
             "extends": turn.extends,
             "state": tree.state(turn.id),

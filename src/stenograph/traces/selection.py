@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stenograph.config import SelectConfig
-from stenograph.traces.trace import TraceTree
+from stenograph.traces.trace import Output, TraceTree
 
 DropReason = Literal["unadopted", "role", "overlong"]
 
@@ -89,7 +89,7 @@ def _is_unadopted(tree: TraceTree, turn: str, continued: Collection[str]) -> boo
     before = tree.node(turn).parent
     if turn in continued or before is None:
         return False
-    return any(sibling.turn in continued for sibling in before.children)
+    return any(isinstance(sibling, Output) and sibling.turn.id in continued for sibling in before.children)
 
 
 def _to_role(tree: TraceTree, path: list[str], select: SelectConfig) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -17,36 +17,33 @@ from stenograph.traces.tree import PrefixTree
 from stenograph.types import Conversation, Ids, Message, Turn
 
 TurnState = Literal["committed", "delivered", "undelivered"]
+AnyNode = TypeVar("AnyNode", bound="Node")
 EMPTY: Ids = np.empty(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """The ids that one node adds to its parent's path. `turn` is set on output nodes, which are never split."""
+    """The ids that one node adds to its parent's path: context, which another branch may cut in two."""
 
-    id: int
     parent: Node | None
     start: int  # tokens before this node on its path
     ids: Ids
-    turn: str | None = None
     children: tuple[Node, ...] = ()
-
-    @property
-    def kind(self) -> Literal["context", "output"]:
-        return "context" if self.turn is None else "output"
 
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
 
 
-@dataclass(slots=True, eq=False)
-class Recorded:
-    """A turn in its place. `told` is where its reply ends what was said, and `num_messages` how many that are."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Output(Node):
+    """What a turn sampled, never cut. `before` is the turn whose conversation it goes on from, on its path or not.
+
+    `told` is where its reply ends what was said, and `num_messages` how many messages that are.
+    """
 
     turn: Turn
-    parent: Recorded | None
-    node: Node
+    before: Output | None
     told: ToldNode[bytes, tuple[str, ...]]
     num_messages: int
     state: TurnState = "committed"
@@ -56,9 +53,8 @@ class TraceTree:
     """One session's turns. Not thread-safe: its store serialises access."""
 
     def __init__(self) -> None:
-        self._root = Node(0, None, 0, EMPTY)
-        self._num_nodes = 1
-        self._recorded: dict[str, Recorded] = {}
+        self._root = Node(None, 0, EMPTY)
+        self._outputs: dict[str, Output] = {}  # by turn, oldest first
         # What was said: the tools, then message by message; the turns that a conversation's reply may be, where it
         # ends in one.
         self.told: PrefixTree[bytes, tuple[str, ...]] = PrefixTree()
@@ -75,44 +71,44 @@ class TraceTree:
 
     def add_siblings(self, turns: Sequence[Turn], parent: str | None) -> list[int | None]:
         """Add turns that answer one and the same request, all or none of them."""
-        before = None if parent is None else self._recorded[parent]
+        before = None if parent is None else self._outputs[parent]
         first = [] if before is not None else [tools_digest(turns[0].tools)]
         keys = [[*first, *message_digests((*turn.messages, turn.reply.message()))] for turn in turns]
         for turn in turns:
-            if turn.id in self._recorded:
+            if turn.id in self._outputs:
                 raise TraceError(f"turn {turn.id} is recorded already")
         # From here on nothing fails.
         told = [self._tell(turn, key, before) for turn, key in reversed(list(zip(turns, keys, strict=True)))]
         return [self._hang(turn, before, at) for turn, at in zip(turns, reversed(told), strict=True)]
 
-    def _tell(self, turn: Turn, key: list[bytes], before: Recorded | None) -> ToldNode[bytes, tuple[str, ...]]:
+    def _tell(self, turn: Turn, key: list[bytes], before: Output | None) -> ToldNode[bytes, tuple[str, ...]]:
         """Siblings that say the same share a place; the first choice is told last, and so is found first."""
         at = None if before is None else before.told
         known = self.told.search(key, at=at)
         equal = known.nodes[-1].value if known.length == len(key) and known.nodes[-1].has_value else ()
         return self.told.insert(key, (*equal, turn.id), at=at)
 
-    def _hang(self, turn: Turn, before: Recorded | None, told: ToldNode[bytes, tuple[str, ...]]) -> int | None:
-        extended = before.node if before is not None and turn.extends else self._root
+    def _hang(self, turn: Turn, before: Output | None, told: ToldNode[bytes, tuple[str, ...]]) -> int | None:
+        extended = before if before is not None and turn.extends else self._root
         node, num_shared = self._descend(extended, turn.context_ids)
         fork = node.end if num_shared < len(turn.context_ids) and node.children else None
         turn = _slim(turn, num_shared, before)
         if len(turn.context_ids):
-            node = self._new_node(node, turn.context_ids)
+            node = _hang_in(Node(node, node.end, turn.context_ids))
         num_messages = len(turn.messages) + 1 + (before.num_messages if before is not None else 0)
-        output = self._new_node(node, turn.output_ids, turn.id)
-        self._recorded[turn.id] = Recorded(turn, before, output, told, num_messages)
+        output = Output(node, node.end, turn.output_ids, turn=turn, before=before, told=told, num_messages=num_messages)
+        self._outputs[turn.id] = _hang_in(output)
         return fork
 
     def mark(self, turn: str, state: TurnState) -> None:
-        self._recorded[turn].state = state
+        self._outputs[turn].state = state
 
     def release(self) -> None:
         """Let go of everything; without this, nodes that know their parents would wait for the garbage collector."""
         for node in list(self.nodes()):
             node.children = ()
         self._root.children = ()
-        self._recorded.clear()
+        self._outputs.clear()
         self.told.release()
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -120,30 +116,27 @@ class TraceTree:
     @property
     def turns(self) -> Mapping[str, Turn]:
         """Every turn by its id, oldest first."""
-        return {name: recorded.turn for name, recorded in self._recorded.items()}
+        return {name: output.turn for name, output in self._outputs.items()}
 
     def __contains__(self, turn: object) -> bool:
-        return turn in self._recorded
+        return turn in self._outputs
 
     def __len__(self) -> int:
-        return len(self._recorded)
+        return len(self._outputs)
 
-    def recorded(self, turn: str) -> Recorded:
-        return self._recorded[turn]
+    def node(self, turn: str) -> Output:
+        return self._outputs[turn]
 
     def turn(self, turn: str) -> Turn:
-        return self._recorded[turn].turn
+        return self._outputs[turn].turn
 
     def parent(self, turn: str) -> str | None:
         """The turn whose reply `turn`'s conversation goes on from."""
-        before = self._recorded[turn].parent
+        before = self._outputs[turn].before
         return None if before is None else before.turn.id
 
     def state(self, turn: str) -> TurnState:
-        return self._recorded[turn].state
-
-    def node(self, turn: str) -> Node:
-        return self._recorded[turn].node
+        return self._outputs[turn].state
 
     def path_ids(self, turn: str) -> Ids:
         """Ids of a turn's prompt and output, as the engine saw them."""
@@ -151,7 +144,7 @@ class TraceTree:
 
     def path_turns(self, turn: str) -> list[str]:
         """The turns whose outputs lie on the path to `turn`, oldest first, `turn` included."""
-        return [node.turn for node in self._path(self.node(turn)) if node.turn is not None]
+        return [node.turn.id for node in self._path(self.node(turn)) if isinstance(node, Output)]
 
     def conversation(self, turn: str) -> Conversation:
         """What `turn` answered: the messages of the turns before it, their replies among them, and its own."""
@@ -160,22 +153,22 @@ class TraceTree:
     def said(self, turn: str, start: int = 0) -> tuple[Message, ...]:
         """The conversation with `turn`'s reply at its end, from the message at `start` on."""
         parts: list[tuple[Message, ...]] = []
-        recorded: Recorded | None = self._recorded[turn]
-        end = recorded.num_messages
-        while recorded is not None and recorded.num_messages > start:
-            parts.append((*recorded.turn.messages, recorded.turn.reply.message()))
-            recorded = recorded.parent
+        output: Output | None = self._outputs[turn]
+        num_messages = output.num_messages
+        while output is not None and output.num_messages > start:
+            parts.append((*output.turn.messages, output.turn.reply.message()))
+            output = output.before
         said = tuple(chain.from_iterable(reversed(parts)))
-        return said[len(said) - (end - start) :] if end > start else ()
+        return said[len(said) - (num_messages - start) :] if num_messages > start else ()
 
     def message(self, turn: str, index: int) -> Message:
         """The message at `index` of what `said` gives, found from its end."""
-        recorded = self._recorded[turn]
-        while recorded.parent is not None and index < recorded.parent.num_messages:
-            recorded = recorded.parent
-        offset = index - (recorded.num_messages - 1 - len(recorded.turn.messages))
-        messages = recorded.turn.messages
-        return messages[offset] if offset < len(messages) else recorded.turn.reply.message()
+        output = self._outputs[turn]
+        while output.before is not None and index < output.before.num_messages:
+            output = output.before
+        messages = output.turn.messages
+        offset = index - (output.num_messages - 1 - len(messages))
+        return messages[offset] if offset < len(messages) else output.turn.reply.message()
 
     def first_below(self, told: ToldNode[bytes, tuple[str, ...]]) -> str:
         """A turn whose reply ends at `told` or is the next one below it."""
@@ -191,7 +184,7 @@ class TraceTree:
 
     def leaves(self) -> list[str]:
         """Turns that no other turn continues, oldest first: one per branch."""
-        return [name for name, recorded in self._recorded.items() if not recorded.node.children]
+        return [name for name, output in self._outputs.items() if not output.children]
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the empty root, parents before children."""
@@ -217,20 +210,14 @@ class TraceTree:
             node = child
         return node, position
 
-    def _split(self, node: Node, at: int) -> Node:
+    @staticmethod
+    def _split(node: Node, at: int) -> Node:
         """Cut a context node in two, so that another branch can begin at token `at`; returns the upper part."""
         assert node.parent is not None
-        upper = Node(self._num_nodes, node.parent, node.start, node.ids[:at], children=(node,))
-        self._num_nodes += 1
+        upper = Node(node.parent, node.start, node.ids[:at], children=(node,))
         node.parent.children = tuple(upper if child is node else child for child in node.parent.children)
         node.parent, node.start, node.ids = upper, upper.end, node.ids[at:]
         return upper
-
-    def _new_node(self, parent: Node, ids: Ids, turn: str | None = None) -> Node:
-        node = Node(self._num_nodes, parent, parent.end, ids, turn)
-        self._num_nodes += 1
-        parent.children += (node,)
-        return node
 
     @staticmethod
     def _path(node: Node) -> list[Node]:
@@ -241,7 +228,14 @@ class TraceTree:
         return path[::-1]
 
 
-def _slim(turn: Turn, num_shared: int, before: Recorded | None) -> Turn:
+def _hang_in(node: AnyNode) -> AnyNode:
+    """Make `node` the last of its parent's children."""
+    assert node.parent is not None
+    node.parent.children += (node,)
+    return node
+
+
+def _slim(turn: Turn, num_shared: int, before: Output | None) -> Turn:
     """`turn` without what is held already: ids that others were told too, and values equal to its parent's."""
     if num_shared:
         turn = replace(turn, context_ids=turn.context_ids[num_shared:].copy())
@@ -262,4 +256,4 @@ def _num_shared(node: Node, ids: Ids) -> int:
     n = min(len(node.ids), len(ids))
     different = np.flatnonzero(node.ids[:n] != ids[:n])
     common = int(different[0]) if len(different) else n
-    return common if node.kind == "context" or common == len(node.ids) else 0
+    return 0 if isinstance(node, Output) and common < len(node.ids) else common
