@@ -127,3 +127,19 @@ async def test_roles_and_what_decided_them_stand_in_the_tree() -> None:
         turns = await session.turns()
         assert [turn["role"] for turn in turns] == ["title", "main", "sub-agent", "main"]
         assert all(turn["role_evidence"] for turn in turns)
+
+
+async def test_a_response_is_gone_on_from_by_its_id_among_others_that_say_the_same() -> None:
+    same = [Line(RENDERING.encode_text(text)) for text in ("same<|im_end|>", "same\n<|im_end|>")]
+    async with listening([*same, line("end"), line("end")]) as client:
+        session = await client.open()
+
+        async def respond(**body: Any) -> str:
+            _, _, answer = await session.ask(json.dumps(body).encode(), "/v1/responses")
+            return str(json.loads(answer)["id"])
+
+        ids = [await respond(input="one") for _ in range(2)]
+        for id in ids:
+            await respond(input="two", previous_response_id=id)
+        parents = [turn["parent"] for turn in (await session.turns())[2:]]
+        assert parents == [id.replace("resp_", "turn_") for id in ids]

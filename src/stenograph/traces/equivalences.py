@@ -85,14 +85,12 @@ def arguments_mended(recorded: Message, came: Message) -> Message:
     return _with_arguments(recorded, came, _mends)
 
 
-def results_reordered(recorded: Sequence[Message], came: Sequence[Message]) -> list[Message] | None:
-    """`came`, the results of parallel calls, in the order of `recorded`; None where their ids are not the same.
+def results_reordered(answered: Sequence[str | None], id: str | None) -> int | None:
+    """Where, in results in a row that answer the calls `answered`, the one stands that answers the call `id`.
 
     Agents run calls at the same time and may list the results as they ended, or as they were called.
     """
-    by_id = {message.tool_call_id: message for message in came}
-    ids = [message.tool_call_id for message in recorded]
-    return [by_id[id] for id in ids] if len(by_id) == len(came) and by_id.keys() == set(ids) else None
+    return answered.index(id) if id is not None and id in answered else None
 
 
 # In the order in which they are tried: one may leave less for the next.

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from itertools import islice, takewhile
 
 from stenograph.traces.digests import conversation_labels
-from stenograph.traces.equivalences import NAMES, accept, minted_turns, results_reordered
+from stenograph.traces.equivalences import NAMES, accept, ids_changed, minted_turns, results_reordered
 from stenograph.traces.trace import TraceTree
 from stenograph.traces.tree import Node
 from stenograph.types import Conversation, Message
+
+_MOST_COMPARED = 64  # messages in one place, those that were recorded last
+_MOST_PLACES = 64  # beside a way that led nowhere
 
 ToldNode = Node[bytes, tuple[str, ...]]
 
@@ -32,6 +35,36 @@ class Match:
     accepted: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is looked for: all messages but the last, which is to be answered; the first label is of the tools."""
+
+    messages: tuple[Message, ...]
+    labels: list[bytes]
+
+    def with_earlier(self, index: int, to: int) -> _Asked:
+        """The message at `index` moved to the place `to`, before it."""
+        messages, labels = list(self.messages), list(self.labels)
+        messages.insert(to, messages.pop(index))
+        labels.insert(to + 1, labels.pop(index + 1))
+        return _Asked(tuple(messages), labels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in what was told, `depth` labels down, reached by equal messages from `before` or by a difference.
+
+    Then `recorded` is the message that stands where another came, and `names` say why that is accepted.
+    """
+
+    node: ToldNode
+    depth: int
+    asked: _Asked
+    before: _Place | None = None
+    recorded: Message | None = None
+    names: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class Matcher:
     """Matches the requests of one session. `allowed` names the differences that are accepted.
@@ -44,60 +77,89 @@ class Matcher:
 
     def match(self, tree: TraceTree, conversation: Conversation) -> Match | None:
         messages = conversation.messages
-        labels = conversation_labels(conversation)[: len(messages)]  # all but the last message
+        asked = _Asked(messages, conversation_labels(conversation)[: len(messages)])
         best: _Place | None = None
-        ways = [_Place(tree.told.root, 0)]
-        while ways:
-            end, valued = _follow(labels, ways.pop())
-            if valued is not None and (best is None or valued.depth > best.depth):
+        for valued in self._replies(tree, asked):
+            if best is None or valued.depth > best.depth:
                 best = valued
-            if 0 < end.depth < len(labels):
-                ways += self._turn_offs(tree, end, labels, messages)
         if best is None:
             return None
         num_known = best.depth - 1
-        changed = dict(_changed(best))
-        accepted = tuple(sorted({name for _, names in changed.values() for name in names}))
-        asked = _as_recorded(conversation, changed, num_known) if changed else conversation
-        return Match(_meant(best.node.value, messages[num_known - 1]), num_known, asked, accepted)
+        turn = _meant(best.node.value, best.asked.messages[num_known - 1])
+        changed = list(_changed(best))
+        if not changed:
+            return Match(turn, num_known, conversation, ())
+        accepted = tuple(sorted({name for place in changed for name in place.names}))
+        return Match(turn, num_known, _as_recorded(conversation, best, changed), accepted)
 
-    def _turn_offs(
-        self, tree: TraceTree, at: _Place, labels: list[bytes], messages: tuple[Message, ...]
-    ) -> list[_Place]:
-        """Ways on from where no equal message stands, the likeliest last."""
-        index, label = at.depth - 1, labels[at.depth]
-        came, known = messages[index], self._known.get(label, {})
-        found = []
-        for node in at.node.children:
+    def _replies(self, tree: TraceTree, asked: _Asked) -> Iterator[_Place]:
+        """Places where a recorded reply ends what was asked so far, until one way leads to the end.
+
+        Where none does, what stands beside the equal messages is tried too: an equal one may have led to nothing.
+        """
+        ways = [_Place(tree.told.root, 0, asked)]
+        beside: list[_Place] = []
+        num_left = _MOST_PLACES
+        while ways:
+            way = ways.pop()
+            end, valued = _follow(way)
+            if valued is not None:
+                yield valued
+            if end.depth == len(way.asked.labels):
+                return
+            if end.depth > 0:
+                ways += self._turn_offs(tree, end)
+                beside += (passed := list(islice(_passed(way, end), num_left)))
+                num_left -= len(passed)
+            while beside and not ways:
+                ways += self._turn_offs(tree, beside.pop())
+
+    def _turn_offs(self, tree: TraceTree, at: _Place) -> list[_Place]:
+        """Ways on over messages that are not equal, the likeliest last."""
+        index, label = at.depth - 1, at.asked.labels[at.depth]
+        named = minted_turns(at.asked.messages[index])
+        ways, likeliest = [], []
+        for node in list(at.node.children)[-_MOST_COMPARED:]:
             turn = tree.first_below(node)
             recorded = tree.message(turn, index)
-            names = known.get(node.label) or accept(recorded, came, self.allowed)
+            asked, names = at.asked, self._known.get(label, {}).get(node.label)
+            if node.label != label and names is None:
+                asked, names = self._compare(tree, turn, recorded, at.asked, index)
             if names is not None:
-                self._known.setdefault(label, {})[node.label] = names
-                way = _Place(node, at.depth + 1, at, (recorded,), names)
-                found.append((turn in minted_turns(came), way))
-            elif came.role == "tool" and results_reordered.__name__ in self.allowed:
-                found += [(False, way) for way in _reordered(tree, at, node, messages)]
-        return [way for _, way in sorted(found, key=itemgetter(0))]
+                way = _Place(node, at.depth + 1, asked, at, recorded, names)
+                (likeliest if turn in named else ways).append(way)
+                if asked is at.asked:
+                    self._known.setdefault(label, {})[node.label] = names
+        return ways + likeliest
+
+    def _compare(
+        self, tree: TraceTree, turn: str, recorded: Message, asked: _Asked, index: int
+    ) -> tuple[_Asked, tuple[str, ...] | None]:
+        """By which names the message at `index` is `recorded`; of parallel results, the one that answers its call."""
+        came = asked.messages[index]
+        if recorded.role != "tool" or came.role != "tool":
+            return asked, accept(recorded, came, self.allowed)
+        ids = _ids_by_theirs(tree, turn, asked.messages, index)
+        answered = [ids.get(one.tool_call_id or "", one.tool_call_id) for one in _run(asked.messages, index)]
+        at = results_reordered(answered, recorded.tool_call_id) or 0
+        if at > 0 and results_reordered.__name__ not in self.allowed:
+            return asked, None
+        if answered[at] != recorded.tool_call_id and answered[at] in ids.values():
+            return asked, None  # it answers another call
+        result = asked.messages[index + at]
+        renamed = answered[at] != result.tool_call_id
+        if renamed and ids_changed.__name__ not in self.allowed:
+            return asked, None
+        names = accept(recorded, replace(result, tool_call_id=answered[at]), self.allowed)
+        if names is None:
+            return asked, None
+        names += (ids_changed.__name__,) if renamed else ()
+        return (asked.with_earlier(index + at, index), (*names, results_reordered.__name__)) if at else (asked, names)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A place in what was told, `depth` labels down, reached from `before` by equal messages after a difference.
-
-    `recorded` are the messages that stand where others came, `names` why those are accepted.
-    """
-
-    node: ToldNode
-    depth: int
-    before: _Place | None = None
-    recorded: tuple[Message, ...] = ()
-    names: tuple[str, ...] = ()
-
-
-def _follow(labels: list[bytes], way: _Place) -> tuple[_Place, _Place | None]:
+def _follow(way: _Place) -> tuple[_Place, _Place | None]:
     """As far down as messages are equal, and the deepest place on the way that ends a reply."""
-    node, depth = way.node, way.depth
+    node, depth, labels = way.node, way.depth, way.asked.labels
     valued, valued_depth = (node, depth) if node.has_value else (None, 0)
     while depth < len(labels):
         child = node.child(labels[depth])
@@ -106,28 +168,41 @@ def _follow(labels: list[bytes], way: _Place) -> tuple[_Place, _Place | None]:
         node, depth = child, depth + 1
         if node.has_value:
             valued, valued_depth = node, depth
-    return _Place(node, depth, way), _Place(valued, valued_depth, way) if valued is not None else None
+    end = _Place(node, depth, way.asked, way)
+    return end, _Place(valued, valued_depth, way.asked, way) if valued is not None else None
 
 
-def _changed(place: _Place | None) -> Iterator[tuple[int, tuple[Message, tuple[str, ...]]]]:
-    """By their index, the recorded messages on the way to `place` that others came for, and why they are accepted."""
+def _passed(way: _Place, end: _Place) -> Iterator[_Place]:
+    """Places between the two where another message than the equal one stands too, but for the tools."""
+    node, labels = way.node, way.asked.labels
+    for depth in range(way.depth, end.depth):
+        if depth > 0 and len(node.children) > 1:
+            yield _Place(node, depth, way.asked, way)
+        child = node.child(labels[depth])
+        assert child is not None
+        node = child
+
+
+def _run(messages: tuple[Message, ...], index: int) -> Iterator[Message]:
+    """The results in a row from `index` on, but for a last one that is to be answered."""
+    return takewhile(lambda message: message.role == "tool", islice(messages, index, len(messages) - 1))
+
+
+def _ids_by_theirs(tree: TraceTree, turn: str, messages: tuple[Message, ...], index: int) -> dict[str, str]:
+    """The recorded ids of the calls before `index`, by the ids that they came with."""
+    at = next((i for i in range(index - 1, -1, -1) if messages[i].role == "assistant"), None)
+    if at is None:
+        return {}
+    pairs = zip(messages[at].tool_calls, tree.message(turn, at).tool_calls, strict=False)
+    return {theirs.id: ours.id for theirs, ours in pairs if theirs.id}
+
+
+def _changed(place: _Place | None) -> Iterator[_Place]:
+    """The differences on the way to `place`."""
     while place is not None:
-        start = place.depth - 1 - len(place.recorded)
-        yield from ((start + n, (message, place.names)) for n, message in enumerate(place.recorded))
+        if place.recorded is not None:
+            yield place
         place = place.before
-
-
-def _reordered(tree: TraceTree, at: _Place, node: ToldNode, messages: tuple[Message, ...]) -> Iterator[_Place]:
-    """The way over results that are recorded in another order, `node` the first of them."""
-    start, last = at.depth - 1, len(messages) - 1  # the last is to be answered, and so is in no turn's way
-    end = next((i for i in range(start, last) if messages[i].role != "tool"), last)
-    recorded = [tree.message(tree.first_below(node), start)]
-    while len(recorded) < end - start and len(node.children) == 1:
-        (node,) = node.children
-        recorded.append(tree.message(tree.first_below(node), start + len(recorded)))
-    came = results_reordered(recorded, messages[start : start + len(recorded)])
-    if came == recorded:
-        yield _Place(node, at.depth + len(recorded), at, tuple(recorded), (results_reordered.__name__,))
 
 
 def _meant(equal: tuple[str, ...], reply: Message) -> str:
@@ -136,17 +211,17 @@ def _meant(equal: tuple[str, ...], reply: Message) -> str:
     return next((turn for turn in equal if turn in named), equal[-1])
 
 
-def _as_recorded(
-    conversation: Conversation, changed: dict[int, tuple[Message, tuple[str, ...]]], num_known: int
-) -> Conversation:
+def _as_recorded(conversation: Conversation, best: _Place, changed: list[_Place]) -> Conversation:
     """The known messages as they are recorded; what follows refers to their calls by the recorded ids."""
-    messages = list(conversation.messages)
+    messages = list(best.asked.messages)
     ids: dict[str | None, str] = {}
-    for index, (recorded, _) in changed.items():
-        pairs = zip(messages[index].tool_calls, recorded.tool_calls, strict=True)
+    for place in changed:
+        assert place.recorded is not None
+        index = place.depth - 2
+        pairs = zip(messages[index].tool_calls, place.recorded.tool_calls, strict=True)
         ids |= {theirs.id: ours.id for theirs, ours in pairs}
-        messages[index] = recorded
-    for index in range(num_known, len(messages)):
+        messages[index] = place.recorded
+    for index in range(best.depth - 1, len(messages)):
         id = messages[index].tool_call_id
         if id is not None and ids.get(id, id) != id:
             messages[index] = replace(messages[index], tool_call_id=ids[id])

@@ -48,6 +48,11 @@ class Output(Node):
     num_messages: int
     state: TurnState = "committed"
 
+    @property
+    def reply(self) -> Message:
+        """The reply as a message that names its turn."""
+        return replace(self.turn.reply.message(), turn=self.turn.id)
+
 
 class TraceTree:
     """One session's turns. Not thread-safe: its store serialises access."""
@@ -91,7 +96,7 @@ class TraceTree:
     def _hang(self, turn: Turn, before: Output | None, told: ToldNode[bytes, tuple[str, ...]]) -> int | None:
         extended = before if before is not None and turn.extends else self._root
         node, num_shared = self._descend(extended, turn.context_ids)
-        fork = node.end if num_shared < len(turn.context_ids) and node.children else None
+        fork = self._fork(node, before, turn) if num_shared < len(turn.context_ids) else None
         turn = _slim(turn, num_shared, before)
         if len(turn.context_ids):
             node = _hang_in(Node(node, node.end, turn.context_ids))
@@ -99,6 +104,13 @@ class TraceTree:
         output = Output(node, node.end, turn.output_ids, turn=turn, before=before, told=told, num_messages=num_messages)
         self._outputs[turn.id] = _hang_in(output)
         return fork
+
+    def _fork(self, node: Node, before: Output | None, turn: Turn) -> int | None:
+        """Where a branch begins that goes on from `node`: there, unless a branch ends there, or where it left another."""
+        if before is None or turn.extends:
+            return node.end if node.children else None
+        lost = set(self._path(before))
+        return next((kept.end for kept in reversed(self._path(node)) if kept in lost), 0)
 
     def mark(self, turn: str, state: TurnState) -> None:
         self._outputs[turn].state = state
@@ -156,7 +168,7 @@ class TraceTree:
         output: Output | None = self._outputs[turn]
         num_messages = output.num_messages
         while output is not None and output.num_messages > start:
-            parts.append((*output.turn.messages, output.turn.reply.message()))
+            parts.append((*output.turn.messages, output.reply))
             output = output.before
         said = tuple(chain.from_iterable(reversed(parts)))
         return said[len(said) - (num_messages - start) :] if num_messages > start else ()
@@ -168,7 +180,7 @@ class TraceTree:
             output = output.before
         messages = output.turn.messages
         offset = index - (output.num_messages - 1 - len(messages))
-        return messages[offset] if offset < len(messages) else output.turn.reply.message()
+        return messages[offset] if offset < len(messages) else output.reply
 
     def first_below(self, told: ToldNode[bytes, tuple[str, ...]]) -> str:
         """A turn whose reply ends at `told` or is the next one below it."""

@@ -195,3 +195,53 @@ def test_a_session_of_many_branches_and_turns_is_searched_without_recursion() ->
     found = match(tree, *said, user("?"), matcher=matcher)
     assert found is not None
     assert (found.turn, found.num_known) == (turn.id, 4000)
+
+
+def test_an_equal_message_that_leads_nowhere_hides_no_other() -> None:
+    tree = TraceTree()
+    header = "x-billing-header: version=1.2.{};\n\nBe brief."
+    one, other = (Message("system", header.format(name)) for name in ("abc", "def"))
+    meant = add(tree, [one, user("a")], Reply("b"))
+    add(tree, [other, user("another")], Reply("c"))
+    found = match(tree, other, user("a"), Message("assistant", "b"), user("d"))
+    assert found is not None
+    assert (found.turn, found.accepted) == (meant.id, ("header_changed",))
+
+
+def parallel(tree: TraceTree, *texts: str) -> tuple[Turn, Turn]:
+    first = add(tree, [user("a")], calling(*CALLS[: len(texts)]))
+    return first, add(tree, [result(text, f"call_{n}") for n, text in enumerate(texts)], Reply("done"), first)
+
+
+def test_results_in_another_order_and_with_other_ids_are_the_same_results() -> None:
+    tree = TraceTree()
+    _, second = parallel(tree, "x", "y", "z")
+    theirs = calling(*(replace(call, id=f"mine_{n}") for n, call in enumerate(CALLS))).message()
+    results = [result("y", "mine_1"), result("z", "mine_2"), result("x", "mine_0")]
+    for _ in range(2):
+        found = match(tree, user("a"), theirs, *results, Message("assistant", "done"), user("b"))
+        assert found is not None
+        assert (found.turn, found.accepted) == (second.id, ("ids_changed", "results_reordered"))
+    crossed = [result("y", "mine_0"), result("z", "mine_1"), result("x", "mine_2")]
+    other = match(tree, user("a"), theirs, *crossed, Message("assistant", "done"), user("b"))
+    assert other is not None
+    assert other.turn != second.id
+
+
+def test_results_in_another_order_are_found_beside_others_of_the_same_calls() -> None:
+    tree = TraceTree()
+    first, second = parallel(tree, "x", "y")
+    add(tree, [result("x", "call_0"), result("edited", "call_1")], Reply("other"), first)
+    said = (user("a"), first.reply.message(), result("y", "call_1"), result("x", "call_0"))
+    found = match(tree, *said, second.reply.message(), user("b"))
+    assert found is not None
+    assert found.turn == second.id
+
+
+def test_results_in_another_order_may_be_respelled_too() -> None:
+    tree = TraceTree()
+    first, second = parallel(tree, "x\n", "y")
+    said = (user("a"), first.reply.message(), result("y", "call_1"), result("x", "call_0"))
+    found = match(tree, *said, second.reply.message(), user("b"))
+    assert found is not None
+    assert (found.turn, found.accepted) == (second.id, ("results_reordered", "whitespace_dropped"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -46,6 +48,17 @@ def test_what_was_asked_otherwise_below_a_turn_is_a_fork_too() -> None:
     assert tree.add(make_turn([4, 5], [6], asked=[user("c")]), first.id) is None
     assert tree.add(make_turn([4, 7], [8], asked=[user("d")]), first.id) == 4
     assert tree.add(make_turn([9], [8], asked=[user("e")]), first.id) == 3
+
+
+def test_ids_that_were_not_kept_are_a_fork_also_where_others_were_told_the_same() -> None:
+    tree = TraceTree()
+    parent, twin = (make_turn([1, 2], [3, n], asked=[user("a")], said="b") for n in (9, 4))
+    tree.add(parent, None)
+    tree.add(twin, None)
+    rendered = replace(make_turn([1, 2, 3, 4, 5], [6], asked=[user("c")]), extends=False)
+    assert tree.add(rendered, parent.id) == 2  # the whole output, though its first id is the same
+    assert tree.path_turns(rendered.id) == [twin.id, rendered.id]
+    assert tree.parent(rendered.id) == parent.id
 
 
 def test_a_turn_that_cannot_be_told_leaves_nothing() -> None:
