@@ -106,7 +106,7 @@ class TraceTree:
         return fork
 
     def _fork(self, node: Node, before: Output | None, turn: Turn) -> int | None:
-        """Where a branch begins that goes on from `node`: there, unless a branch ends there, or where it left another."""
+        """Where a branch begins that goes on from `node`: there, unless one ends there, or where it left another."""
         if before is None or turn.extends:
             return node.end if node.children else None
         lost = set(self._path(before))
