@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from stenograph.engines.scripted import Line
 from stenograph.types import Reply, ToolCall
 from support.listening import Session, listening, rendering
+from support.serving import serving, write_script
 
 RENDERING = rendering()
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -143,3 +145,16 @@ async def test_a_response_is_gone_on_from_by_its_id_among_others_that_say_the_sa
             await respond(input="two", previous_response_id=id)
         parents = [turn["parent"] for turn in (await session.turns())[2:]]
         assert parents == [id.replace("resp_", "turn_") for id in ids]
+
+
+def test_a_difference_that_is_switched_off_is_a_fork_that_says_how_to_accept_it(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "script.jsonl", {"content": "b", "reasoning": "why"}, {"content": "d"})
+    with serving("--engine", script, "--set", "matching.reasoning_dropped=false") as server:
+        session = server.open()
+        client = server.client(session)
+        for said in ([user("a")], [user("a"), {"role": "assistant", "content": "b"}, user("c")]):
+            client.chat.completions.create(model="m", messages=said)  # type: ignore[arg-type]
+        (fork,) = server.call("GET", f"/sessions/{session['id']}/drift")
+        assert (fork["cause"], fork["setting"]) == ("reasoning_stripped", "matching.reasoning_dropped")
+        assert (fork["field"], fork["before"], fork["after"]) == ("reasoning", "why", "")
+        assert [turn["accepted"] for turn in server.call("GET", f"/sessions/{session['id']}/tree")["turns"]] == [[], []]

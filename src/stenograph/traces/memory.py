@@ -147,9 +147,9 @@ class MemoryTraceStore:
         with self._lock:
             released = []
             for session in sessions:
-                held = self._sessions.pop(session, None)
-                if held is not None:
-                    held.tree.release()
+                if session in self._sessions:
+                    self._sessions[session].tree.release()
+                    del self._sessions[session]  # only now: nothing that failed may be out of reach
                     released.append(session)
             return released
 

@@ -119,9 +119,7 @@ class TraceTree:
         """Let go of everything; without this, nodes that know their parents would wait for the garbage collector."""
         for node in list(self.nodes()):
             node.children = ()
-        self._root.children = ()
-        self._outputs.clear()
-        self.told.release()
+        self._root, self._outputs, self.told = Node(None, 0, EMPTY), {}, PrefixTree()
 
     # --- reading -------------------------------------------------------------------------------------------------
 
