@@ -126,6 +126,7 @@ class MatchingConfig(Section):
     """Differences between a request and the record that are accepted, by their names in `traces.equivalences`."""
 
     ids_changed: bool = True
+    name_changed: bool = True
     arguments_respelled: bool = True
     arguments_mended: bool = True
     reasoning_in_content: bool = True

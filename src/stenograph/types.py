@@ -66,6 +66,7 @@ class Message:
     """One message in canonical form; parts of text are already joined.
 
     `turn` is the recorded turn that an id in it names: what the gateway gave out and a client sent back with it.
+    `joints` are the places in `content` where blocks of text meet.
     """
 
     role: Role
@@ -75,6 +76,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     turn: str | None = field(default=None, compare=False)
+    joints: tuple[int, ...] = field(default=(), compare=False)
     digest: bytes = field(default=b"", init=False, repr=False, compare=False)  # kept here by `traces.digests`
 
 

@@ -11,7 +11,7 @@ import orjson
 from msgspec import Raw
 
 from stenograph.dialects.base import Answered, Decode, Failure, HttpError, Request, Writer, failure, own_session
-from stenograph.dialects.fields import Fields, invalid, shown, typed
+from stenograph.dialects.fields import Fields, Joined, invalid, shown, typed
 from stenograph.dialects.hints import read_hints
 from stenograph.dialects.sampling import ignored, read_sampling, refuse_constraints
 from stenograph.dialects.seen import Seen, read_again
@@ -180,17 +180,19 @@ def _message(fields: Fields) -> Message:
         raise invalid(f"{fields.path}role", told)
     if fields.values.get("function_call") is not None:
         raise invalid(f"{fields.path}function_call", "is not read here; give the call among tool_calls")
+    content = _text(fields)
     return Message(
         role=role,
-        content=_text(fields) or fields.text("refusal") or "",
+        content=content.text or fields.text("refusal") or "",
         reasoning=fields.text("reasoning_content") or fields.text("reasoning") or "",
         tool_calls=tuple(_tool_calls(fields)),
         tool_call_id=fields.text("tool_call_id"),
         name=fields.text("name"),
+        joints=content.joints,
     )
 
 
-def _text(fields: Fields) -> str:
+def _text(fields: Fields) -> Joined:
     return read_text(fields.values.get("content"), f"{fields.path}content", _PARTS, _REFUSED)
 
 
@@ -198,10 +200,10 @@ _PARTS = {"text": "text", "refusal": "refusal"}
 _REFUSED = 'must be "text", got {}; images and audio are not supported'
 
 
-def read_text(content: Any, path: str, parts: Mapping[str, str], refused: str) -> str:
+def read_text(content: Any, path: str, parts: Mapping[str, str], refused: str) -> Joined:
     """A text, or parts of one joined: `parts` says by type where theirs stands, `refused` what others are told."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return Joined(content or "")
     texts = []
     for i, part in enumerate(typed(content, list, path, "a text or a list of parts")):
         kind = typed(part, dict, f"{path}[{i}]", "an object").get("type")
@@ -209,7 +211,7 @@ def read_text(content: Any, path: str, parts: Mapping[str, str], refused: str) -
         if key is None:
             raise invalid(f"{path}[{i}].type", refused.format(shown(kind)))
         texts.append(typed(part.get(key), str, f"{path}[{i}].{key}", "a text"))
-    return "".join(texts)
+    return Joined.of(texts)
 
 
 def _tool_calls(fields: Fields) -> list[ToolCall]:

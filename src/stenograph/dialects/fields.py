@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import orjson
@@ -113,6 +114,21 @@ class Fields:
         if not value:
             raise invalid(self.path + name, "is missing")
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Blocks of text as one, and where in it each but the first begins."""
+
+    text: str
+    joints: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(texts: Sequence[str], between: str = "") -> Joined:
+        """Empty blocks leave no trace: clients drop them or not."""
+        texts = [text for text in texts if text]
+        starts = accumulate(len(text) + len(between) for text in texts[:-1])
+        return Joined(between.join(texts), tuple(starts))
 
 
 def typed(value: Any, kind: type | tuple[type, ...], path: str, expected: str) -> Any:

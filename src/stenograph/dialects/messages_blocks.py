@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import orjson
 
-from stenograph.dialects.fields import Fields, invalid, is_deeper, shown, typed
+from stenograph.dialects.fields import Fields, Joined, invalid, is_deeper, shown, typed
 from stenograph.dialects.minted import turn_id, unseal
 from stenograph.errors import RequestError
 from stenograph.types import Message, ToolCall
@@ -40,7 +40,7 @@ def read_messages(fields: Fields) -> tuple[tuple[Message, ...], list[str], bool]
 
 def _system(fields: Fields) -> tuple[Message, ...]:
     text = _text(fields, "system")
-    return (Message("system", text),) if text else ()
+    return (Message("system", text.text, joints=text.joints),) if text.text else ()
 
 
 def _message(fields: Fields) -> tuple[tuple[Message, ...], tuple[str, ...]]:
@@ -52,7 +52,8 @@ def _message(fields: Fields) -> tuple[tuple[Message, ...], tuple[str, ...]]:
             message, notes = _assistant(fields)
             return (message,), tuple(notes)
         case "system" | "developer":  # no chat template in use tells the two apart
-            return (Message("system", _text(fields, "content")),), ()
+            text = _text(fields, "content")
+            return (Message("system", text.text, joints=text.joints),), ()
     told = f"must be one of user, assistant, system, got {shown(fields.values.get('role'))}"
     raise invalid(f"{fields.path}role", told)
 
@@ -71,7 +72,8 @@ def _user(fields: Fields) -> list[Message]:
     for kind, run in groupby(_blocks(fields, "content"), lambda block: block.values.get("type")):
         match kind:
             case "text":
-                messages.append(Message("user", _joined([_said(block) for block in run])))
+                text = _joined([_said(block) for block in run])
+                messages.append(Message("user", text.text, joints=text.joints))
             case "tool_result":
                 messages += [_result(block) for block in run]
             case _:
@@ -81,7 +83,8 @@ def _user(fields: Fields) -> list[Message]:
 
 def _result(block: Fields) -> Message:
     """A tool's result. Whether it is an error is said by its text; templates know no mark for it."""
-    return Message("tool", _text(block, "content"), tool_call_id=_call_id(block.name("tool_use_id")))
+    text = _text(block, "content")
+    return Message("tool", text.text, tool_call_id=_call_id(block.name("tool_use_id")), joints=text.joints)
 
 
 def _assistant(fields: Fields) -> tuple[Message, list[str]]:
@@ -103,7 +106,9 @@ def _assistant(fields: Fields) -> tuple[Message, list[str]]:
             case _:
                 raise _unknown(block)
     # One reply is told in several blocks where its thinking interrupts its text: no separator of ours belongs there.
-    return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls), turn=turn), notes
+    text = Joined.of(texts)
+    message = Message("assistant", text.text, "".join(thoughts), tuple(calls), turn=turn, joints=text.joints)
+    return message, notes
 
 
 def _blocks(fields: Fields, name: str) -> list[Fields]:
@@ -115,17 +120,17 @@ def _blocks(fields: Fields, name: str) -> list[Fields]:
     return fields.objects(name)
 
 
-def _text(fields: Fields, name: str) -> str:
+def _text(fields: Fields, name: str) -> Joined:
     """The text under `name`, where nothing else may stand."""
     return _joined([_said(block) for block in _blocks(fields, name)])
 
 
-def _joined(texts: Sequence[str]) -> str:
+def _joined(texts: Sequence[str]) -> Joined:
     """Blocks are texts apart (a prompt's parts, a reminder behind a question), so a line's end stands between them.
 
-    Empty ones leave no trace: clients drop them or not. One block is the same as its text.
+    One block is the same as its text.
     """
-    return "\n".join(text for text in texts if text)
+    return Joined.of(texts, "\n")
 
 
 def _said(block: Fields) -> str:

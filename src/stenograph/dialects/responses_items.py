@@ -10,7 +10,7 @@ from typing import Any, Literal
 import orjson
 
 from stenograph.dialects.chat import ROLES, read_text
-from stenograph.dialects.fields import Fields, invalid, shown, typed
+from stenograph.dialects.fields import Fields, Joined, invalid, shown, typed
 from stenograph.dialects.minted import turn_id, unseal
 from stenograph.types import Message, Role, Tool, ToolCall
 
@@ -211,9 +211,11 @@ def read_input(fields: Fields) -> Input:
 
 
 def _assistant(*parts: _Said) -> Message:
+    content = Joined.of([part.text for part in parts if part.stage in ("thought", "content")])
     return Message(
         role="assistant",
-        content="".join(part.text for part in parts if part.stage in ("thought", "content")),
+        content=content.text,
+        joints=content.joints,
         reasoning="".join(part.text for part in parts if part.stage == "reasoning"),
         tool_calls=tuple(part.call for part in parts if part.call is not None),
         turn=next((turn_id(part.turn) for part in parts if part.turn), None),
@@ -279,7 +281,8 @@ def _read_item(item: Fields) -> _Item:
             return _called(item, "local_shell", _dumped(item, "action"))
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             output = _text(item.values.get("output"), f"{item.path}output")
-            return Message("tool", output, tool_call_id=_called_id(item)[0] or item.text("id"))
+            id = _called_id(item)[0] or item.text("id")
+            return Message("tool", output.text, tool_call_id=id, joints=output.joints)
         case "additional_tools":
             return _AddedTools(item.values)
         case "computer_call_output":
@@ -315,8 +318,8 @@ def _read_message(item: Fields) -> Message | _Said:
         raise invalid(f"{item.path}role", told)
     content = _text(item.values.get("content"), f"{item.path}content")
     if role != "assistant":
-        return Message(role, content)
-    return _Said("thought" if _THOUGHT.fullmatch(content) else "content", _turn(item), content)
+        return Message(role, content.text, joints=content.joints)
+    return _Said("thought" if _THOUGHT.fullmatch(content.text) else "content", _turn(item), content.text)
 
 
 def _read_reasoning(item: Fields) -> _Said | _LeftOut:
@@ -333,7 +336,7 @@ def _called(item: Fields, name: str, arguments: str) -> _Said:
     return _Said("call", _turn(item), call=call)
 
 
-def _text(content: Any, path: str) -> str:
+def _text(content: Any, path: str) -> Joined:
     return read_text(content, path, _PARTS, _REFUSED)
 
 

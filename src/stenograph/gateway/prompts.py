@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stenograph.errors import ContextOverflow
+from stenograph.errors import ContextOverflow, RequestError
 from stenograph.gateway.sessions import Session
 from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
@@ -111,7 +111,15 @@ class Prompts:
                 return None
             ids = np.concatenate([ids, added])
             if end < len(messages):
-                reply, split, end = messages[end], len(ids), end + 1
-                written = Reply(reply.content, reply.reasoning, reply.tool_calls)
-                ids = np.concatenate([ids, self._rendering.encode_reply(written)])
+                split, written = len(ids), self._written(messages[end])
+                if written is None:
+                    return None
+                ids, end = np.concatenate([ids, written]), end + 1
         return ids[len(recorded) :]
+
+    def _written(self, message: Message) -> Ids | None:
+        """A reply as the model would have written it; None where it could not, its arguments being no JSON, say."""
+        try:
+            return self._rendering.encode_reply(Reply(message.content, message.reasoning, message.tool_calls))
+        except RequestError:
+            return None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
+import orjson
+
 from stenograph.traces.digests import conversation_labels, message_digests
-from stenograph.traces.equivalences import accept, minted_turns
+from stenograph.traces.equivalences import accept, minted_turns, results_reordered, undo
 from stenograph.traces.trace import TraceTree
 from stenograph.types import Conversation, Message, Tool, Turn
 
@@ -29,6 +32,7 @@ Cause = Literal[
 _CONTEXT_CHARS = 40  # of a text before its first difference
 _SHOWN_CHARS = 160
 _SUMMARY_CHARS = 32  # a reply of fewer is no summary that would be known again
+_MOST_COMPARED = 64  # branches that part in one place
 _RECENT_TURNS = 64  # among which the summary is looked for
 
 
@@ -109,14 +113,15 @@ def _explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) 
 
 
 def _difference(tree: TraceTree, turn: Turn, allowed: Collection[str]) -> _Difference:
-    other, start = _other(tree, turn)
+    other, start = _other(tree, turn, allowed)
     if other is None:
         return _Difference("unknown")
     said, asked = tree.said(other, start), tree.said(turn.id, start)[:-1]
-    index = _num_equal(said, asked)
+    pairs = enumerate(zip(said, asked, strict=False))
+    index = next((i for i, (ours, theirs) in pairs if not _is_same(ours, theirs, allowed)), min(len(said), len(asked)))
     tools = tree.turn(other).tools
     if tools != turn.tools and (index > 0 or said[0].role != "system"):
-        return _Difference("tools_changed", None, None, "tools", _told(tools), _told(turn.tools))
+        return _Difference("tools_changed", None, None, "tools", *_told(tools, turn.tools))
     if index in (len(said), len(asked)):
         return _Difference("history_truncated" if index < len(said) else "unknown", start + index)
     return replace(_between(tree, said, asked, index, allowed), message=start + index)
@@ -139,7 +144,7 @@ def _rewritten(tree: TraceTree, parent: str | None, token: int) -> _Difference:
     )
 
 
-def _other(tree: TraceTree, turn: Turn) -> tuple[str | None, int]:
+def _other(tree: TraceTree, turn: Turn, allowed: Collection[str]) -> tuple[str | None, int]:
     """The recorded turn to compare with, and from which message on.
 
     It is the one that ids in the last reply name, else the last of those that say the same longest.
@@ -154,28 +159,47 @@ def _other(tree: TraceTree, turn: Turn) -> tuple[str | None, int]:
     else:
         labels, at, start = conversation_labels(Conversation(turn.messages, turn.tools)), tree.told.root, 0
     path = tree.told.search(labels, at=at).nodes
-    for node, label in reversed(list(zip(path, labels, strict=False))):
-        others = [child for child in node.children if child.label != label]
-        if others:
-            # Of conversations with other tools, one that begins with the same message is the nearest.
-            alike = [child for child in others if node is tree.told.root and child.child(labels[1]) is not None]
-            return tree.last_below((alike or others)[-1]), start
+    for depth, (node, label) in reversed(list(enumerate(zip(path, labels, strict=False)))):
+        others = [child for child in node.children if child.label != label][-_MOST_COMPARED:]
+        if not others:
+            continue
+        if node is tree.told.root:  # of conversations with other tools, one that begins with the same message
+            alike = [child for child in others if child.child(labels[1]) is not None]
+        else:
+            index = start + depth - (1 if before is None else 0)
+            asked = turn.messages[index - start]
+            alike = [
+                child for child in others if _is_same(tree.message(tree.first_below(child), index), asked, allowed)
+            ]
+        return tree.last_below((alike or others)[-1]), start
     return None, 0
+
+
+def _is_same(ours: Message, theirs: Message, allowed: Collection[str]) -> bool:
+    return ours == theirs or accept(ours, theirs, allowed) is not None
 
 
 def _between(
     tree: TraceTree, said: Sequence[Message], asked: Sequence[Message], index: int, allowed: Collection[str]
 ) -> _Difference:
-    """The difference between two messages in the same place."""
+    """The difference between two messages in the same place, less what is accepted of it."""
     before, after = said[index], asked[index]
-    field, old, new = _field(before, after)
-    cause, setting = _cause(tree, said, asked, index, field), None
-    names = accept(before, after)
-    off = [name for name in names or () if name not in allowed]
+    nearest, _ = undo(before, after, allowed)
+    field, old, new = _field(nearest, after)
+    cause = _cause(tree, said, asked, index, field)
+    off = [name for name in accept(before, after) or () if name not in allowed]
+    if results_reordered.__name__ not in allowed and _results(said, index) == _results(asked, index) != []:
+        off.append(results_reordered.__name__)
     if off:
-        setting = f"matching.{off[0]}"
-        cause = _CAUSES.get(off[0], cause)
+        cause = _CAUSES.get(off[0], "message_changed")
+    setting = ", ".join(f"matching.{name}" for name in off) or None
     return _Difference(cause, index, after.role, field, old, new, setting)
+
+
+def _results(messages: Sequence[Message], index: int) -> list[bytes]:
+    """The results in a row from `index` on, in no order."""
+    run = takewhile(lambda message: message.role == "tool", messages[index:])
+    return sorted(message_digests(run))
 
 
 _CAUSES: dict[str, Cause] = {
@@ -201,7 +225,7 @@ def _cause(tree: TraceTree, said: Sequence[Message], asked: Sequence[Message], i
             return "reasoning_stripped"
         if field == "arguments":
             return "arguments_changed"
-        if before.content.startswith(after.content):
+        if field == "content" and before.content.startswith(after.content):
             return "history_truncated"  # of a reply, its beginning
     return "message_changed"
 
@@ -230,13 +254,14 @@ def _field(before: Message, after: Message) -> tuple[str, str, str]:
     return "name", before.name or "", after.name or ""
 
 
-def _num_equal(a: Sequence[Message], b: Sequence[Message]) -> int:
-    pairs = zip(message_digests(a), message_digests(b), strict=False)
-    return next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(a), len(b)))
-
-
-def _told(tools: Sequence[Tool]) -> str:
-    return ", ".join(tool.name for tool in tools)
+def _told(before: Sequence[Tool], after: Sequence[Tool]) -> tuple[str, str]:
+    """The tools' names, or, where those are the same, what is said of the first that differs."""
+    names = tuple(", ".join(tool.name for tool in tools) for tools in (before, after))
+    differs = next(((ours, theirs) for ours, theirs in zip(before, after, strict=False) if ours != theirs), None)
+    if names[0] != names[1] or differs is None:
+        return names[0], names[1]
+    ours, theirs = (f"{tool.name}: {tool.description} {orjson.dumps(tool.parameters).decode()}" for tool in differs)
+    return ours, theirs
 
 
 def _called(message: Message) -> str:

@@ -11,24 +11,52 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
-import orjson
-
+from stenograph.traces import arguments
 from stenograph.types import Message, ToolCall
 
 # Gives `recorded` as the client would send it back if it did this; `recorded` itself where `came` shows no sign of it.
 Equivalence = Callable[[Message, Message], Message]
 
 
+def ids_changed(recorded: Message, came: Message) -> Message:
+    """Frameworks give calls ids of their own, or none; the model's text has none to lose."""
+    message = recorded
+    if len(recorded.tool_calls) == len(came.tool_calls):
+        pairs = zip(recorded.tool_calls, came.tool_calls, strict=True)
+        calls = tuple(replace(ours, id=theirs.id) for ours, theirs in pairs)
+        message = replace(message, tool_calls=calls) if calls != recorded.tool_calls else message
+    # An id of the gateway's own names another call: then it is the results that have changed places.
+    if recorded.tool_call_id != came.tool_call_id and not _MINTED.fullmatch(came.tool_call_id or ""):
+        message = replace(message, tool_call_id=came.tool_call_id)
+    return message
+
+
+def name_changed(recorded: Message, came: Message) -> Message:
+    """Frameworks of many agents put an agent's name on its replies, and others a tool's on its results."""
+    differs = recorded.name != came.name and recorded.role in ("assistant", "tool")
+    return replace(recorded, name=came.name) if differs else recorded
+
+
+def arguments_respelled(recorded: Message, came: Message) -> Message:
+    """A client that keeps arguments parsed writes them anew: other spacing, order of keys, escapes and numbers."""
+    return _with_arguments(recorded, came, arguments.are_same)
+
+
+def arguments_mended(recorded: Message, came: Message) -> Message:
+    """Arguments that do not parse come back as an empty object, within an object of one key, or repaired."""
+    return _with_arguments(recorded, came, arguments.is_mended)
+
+
 def reasoning_in_content(recorded: Message, came: Message) -> Message:
     """Frameworks without a field for reasoning write it before the text, between the tags that models use."""
-    found = _TAGGED.match(came.content) if recorded.reasoning and not came.reasoning else None
-    if found is None or found["thought"].strip() != recorded.reasoning.strip():
+    reasoning, opened = recorded.reasoning.strip(), _OPENED.match(came.content)
+    if not reasoning or came.reasoning or opened is None or not came.content.startswith(reasoning, opened.end()):
         return recorded
-    if found["said"].strip() != recorded.content.strip():
+    closed = re.compile(rf"\s*</{opened['tag']}>\s*").match(came.content, opened.end() + len(reasoning))
+    if closed is None:
         return recorded
-    return replace(recorded, content=came.content, reasoning="")
+    return replace(recorded, content=came.content[: closed.end()] + recorded.content.lstrip(), reasoning="")
 
 
 def reasoning_dropped(recorded: Message, came: Message) -> Message:
@@ -39,7 +67,7 @@ def reasoning_dropped(recorded: Message, came: Message) -> Message:
 def whitespace_dropped(recorded: Message, came: Message) -> Message:
     """Models put empty lines before a call; clients drop a text of white space alone, or trim one."""
     message = recorded
-    if recorded.content != came.content and recorded.content.strip() == came.content.strip():
+    if recorded.content != came.content and _trimmed(recorded) == _trimmed(came):
         message = replace(message, content=came.content)
     if recorded.reasoning != came.reasoning and recorded.reasoning.strip() == came.reasoning.strip():
         message = replace(message, reasoning=came.reasoning)
@@ -48,41 +76,20 @@ def whitespace_dropped(recorded: Message, came: Message) -> Message:
 
 def blocks_joined(recorded: Message, came: Message) -> Message:
     """Clients merge a message's blocks of text, or split one at its line ends; what stands between them is the loss."""
-    inside = recorded.content.strip() != came.content.strip()
-    joined = inside and recorded.content.replace("\n", "") == came.content.replace("\n", "")
+    if recorded.content == came.content or not (recorded.joints or came.joints):
+        return recorded
+    joined = _is_joined(recorded, came.content) or _is_joined(came, recorded.content)
     return replace(recorded, content=came.content) if joined else recorded
 
 
 def header_changed(recorded: Message, came: Message) -> Message:
-    """Claude Code opens its system text with a line like a header, for billing, whose value changes in a session."""
+    """Claude Code opens its system text with a line like a header, for billing, whose values change in a session."""
     if recorded.role != "system" or recorded.content == came.content:
         return recorded
-    same = _HEADER.sub(r"\1", recorded.content) == _HEADER.sub(r"\1", came.content)
-    return replace(recorded, content=came.content) if same else recorded
-
-
-def ids_changed(recorded: Message, came: Message) -> Message:
-    """Frameworks give calls ids of their own, or none; the model's text has none to lose."""
-    message = recorded
-    if len(recorded.tool_calls) == len(came.tool_calls):
-        calls = tuple(
-            replace(call, id=other.id) for call, other in zip(recorded.tool_calls, came.tool_calls, strict=True)
-        )
-        message = replace(message, tool_calls=calls) if calls != recorded.tool_calls else message
-    # An id of the gateway's own names another call: then it is the results that have changed places.
-    if recorded.tool_call_id != came.tool_call_id and not _MINTED.fullmatch(came.tool_call_id or ""):
-        message = replace(message, tool_call_id=came.tool_call_id)
-    return message
-
-
-def arguments_respelled(recorded: Message, came: Message) -> Message:
-    """A client that keeps arguments parsed writes them anew: other spacing, order of keys, escapes and numbers."""
-    return _with_arguments(recorded, came, _is_same_json)
-
-
-def arguments_mended(recorded: Message, came: Message) -> Message:
-    """Arguments that do not parse come back as an empty object, within an object of one key, or repaired."""
-    return _with_arguments(recorded, came, _mends)
+    ours, theirs = _HEADER.match(recorded.content), _HEADER.match(came.content)
+    if ours is None or theirs is None or ours["name"] != theirs["name"]:
+        return recorded
+    return replace(recorded, content=theirs[0] + recorded.content[ours.end() :])
 
 
 def results_reordered(answered: Sequence[str | None], id: str | None) -> int | None:
@@ -98,36 +105,43 @@ EQUIVALENCES: dict[str, Equivalence] = {
     equivalence.__name__: equivalence
     for equivalence in (
         ids_changed,
+        name_changed,
         arguments_respelled,
         arguments_mended,
         reasoning_in_content,
         reasoning_dropped,
         whitespace_dropped,
-        blocks_joined,
         header_changed,
+        blocks_joined,
     )
 }
 NAMES = (*EQUIVALENCES, results_reordered.__name__)
+
+
+def undo(recorded: Message, came: Message, allowed: Collection[str] = NAMES) -> tuple[Message, tuple[str, ...]]:
+    """`recorded` as near to `came` as the differences in `allowed` bring it, and their names."""
+    names = []
+    for name, equivalence in EQUIVALENCES.items():
+        if recorded == came:
+            break
+        if name in allowed:
+            nearer = equivalence(recorded, came)
+            if nearer is not recorded:
+                names.append(name)
+                recorded = nearer
+    return recorded, tuple(names)
 
 
 def accept(recorded: Message, came: Message, allowed: Collection[str] = NAMES) -> tuple[str, ...] | None:
     """The names of the differences by which `came` is `recorded`; None where some other difference is left."""
     if recorded.role != came.role:
         return None
-    names = []
-    for name, equivalence in EQUIVALENCES.items():
-        if recorded == came:
-            break
-        if name in allowed:
-            closer = equivalence(recorded, came)
-            if closer is not recorded:
-                names.append(name)
-                recorded = closer
-    return tuple(names) if recorded == came else None
+    nearest, names = undo(recorded, came, allowed)
+    return names if nearest == came else None
 
 
-_TAGGED = re.compile(r"\s*<(?P<tag>think(?:ing)?)>(?P<thought>.*?)</(?P=tag)>(?P<said>.*)", re.DOTALL)
-_HEADER = re.compile(r"^(x-[\w-]+:).*$", re.MULTILINE)
+_OPENED = re.compile(r"\s*<(?P<tag>think(?:ing)?|thought|reasoning)>\s*")
+_HEADER = re.compile(r"(?P<name>x-[\w-]+):[ \t]*[\w.-]+=[^\n]*")
 _MINTED = re.compile(r"call_[0-9a-f]{16}(?:_[0-9]+)+")
 
 
@@ -137,13 +151,35 @@ def minted_turns(message: Message) -> set[str]:
     return named | ({message.turn} if message.turn is not None else set())
 
 
+def _trimmed(message: Message) -> str:
+    """A text of code or of a tool keeps the indentation of its first line."""
+    return message.content.strip() if message.role == "assistant" else message.content.rstrip().lstrip("\r\n")
+
+
+def _is_joined(blocks: Message, text: str) -> bool:
+    """Whether `text` is what `blocks` holds, but for the line ends where its blocks meet."""
+    content = blocks.content
+    if not blocks.joints or len(content) - content.count("\n") != len(text) - text.count("\n"):
+        return False
+    at = 0
+    for start, end in zip((0, *blocks.joints), (*blocks.joints, len(content)), strict=True):
+        block = content[start:end]
+        block = block.lstrip("\n") if start > 0 else block
+        block = block.rstrip("\n") if end < len(content) else block
+        while start > 0 and text.startswith("\n", at):
+            at += 1
+        if not text.startswith(block, at):
+            return False
+        at += len(block)
+    return at == len(text)
+
+
 def _with_arguments(recorded: Message, came: Message, same: Callable[[str, str], bool]) -> Message:
     """`recorded` with the arguments of `came` wherever they differ and are the `same`."""
     if len(recorded.tool_calls) != len(came.tool_calls):
         return recorded
-    calls = tuple(
-        _with_theirs(ours, theirs, same) for ours, theirs in zip(recorded.tool_calls, came.tool_calls, strict=True)
-    )
+    pairs = zip(recorded.tool_calls, came.tool_calls, strict=True)
+    calls = tuple(_with_theirs(ours, theirs, same) for ours, theirs in pairs)
     return replace(recorded, tool_calls=calls) if calls != recorded.tool_calls else recorded
 
 
@@ -151,52 +187,3 @@ def _with_theirs(ours: ToolCall, theirs: ToolCall, same: Callable[[str, str], bo
     if ours.arguments == theirs.arguments or ours.name != theirs.name or not same(ours.arguments, theirs.arguments):
         return ours
     return replace(ours, arguments=theirs.arguments)
-
-
-def _is_same_json(a: str, b: str) -> bool:
-    try:
-        return bool(_plain(orjson.loads(a)) == _plain(orjson.loads(b)))
-    except (orjson.JSONDecodeError, RecursionError):
-        return False
-
-
-def _plain(value: Any) -> Any:
-    """JSON in which equality means the same to a client: its numbers are doubles, and true is no number."""
-    if isinstance(value, bool):
-        return (value,)
-    if isinstance(value, int):
-        return float(value)
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return value
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(orjson.loads(text), dict)
-    except orjson.JSONDecodeError:
-        return False
-
-
-def _mends(raw: str, text: str) -> bool:
-    """Whether `text`, an object, is what a client makes of `raw`, which is none."""
-    if _is_object(raw):
-        return False
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return False
-    if not isinstance(value, dict):
-        return False
-    if len(value) == 1 and raw in value.values():
-        return True
-    # A repair adds quotes and brackets, or leaves out the end that was cut off: the words stay, from the first one on.
-    kept, words = _words(text), _words(raw)
-    is_cut = not raw.rstrip().endswith("}")
-    return kept == words or not kept or (is_cut and kept == words[: len(kept)])
-
-
-def _words(text: str) -> list[str]:
-    return [word.lower() for word in re.findall(r"\w+", text)]

@@ -16,7 +16,7 @@ from stenograph.traces.trace import TraceTree
 from stenograph.traces.tree import Node
 from stenograph.types import Conversation, Message
 
-_MOST_COMPARED = 64  # messages in one place, those that were recorded last
+_MOST_COMPARED = 1024  # messages in one place: those that were recorded last, and those that an id names
 _MOST_PLACES = 64  # beside a way that led nowhere
 
 ToldNode = Node[bytes, tuple[str, ...]]
@@ -93,11 +93,13 @@ class Matcher:
         return Match(turn, num_known, _as_recorded(conversation, best, changed), accepted)
 
     def _replies(self, tree: TraceTree, asked: _Asked) -> Iterator[_Place]:
-        """Places where a recorded reply ends what was asked so far, until one way leads to the end.
+        """Places where a recorded reply ends what was asked so far, until it is the last reply.
 
-        Where none does, what stands beside the equal messages is tried too: an equal one may have led to nothing.
+        Where it is not, what stands beside the equal messages is tried too: an equal one may have led to nothing.
         """
-        ways = [_Place(tree.told.root, 0, asked)]
+        replies = (i + 2 for i in range(len(asked.labels) - 2, -1, -1) if asked.messages[i].role == "assistant")
+        last_reply = next(replies, 0)  # its depth
+        ways = [_Place(tree.told.root, 0, asked)] if last_reply else []
         beside: list[_Place] = []
         num_left = _MOST_PLACES
         while ways:
@@ -105,10 +107,11 @@ class Matcher:
             end, valued = _follow(way)
             if valued is not None:
                 yield valued
-            if end.depth == len(way.asked.labels):
-                return
-            if end.depth > 0:
+                if valued.depth == last_reply:
+                    return
+            if 0 < end.depth < last_reply:
                 ways += self._turn_offs(tree, end)
+            if end.depth > 0:
                 beside += (passed := list(islice(_passed(way, end), num_left)))
                 num_left -= len(passed)
             while beside and not ways:
@@ -119,7 +122,7 @@ class Matcher:
         index, label = at.depth - 1, at.asked.labels[at.depth]
         named = minted_turns(at.asked.messages[index])
         ways, likeliest = [], []
-        for node in list(at.node.children)[-_MOST_COMPARED:]:
+        for node in self._compared(tree, at.node, named):
             turn = tree.first_below(node)
             recorded = tree.message(turn, index)
             asked, names = at.asked, self._known.get(label, {}).get(node.label)
@@ -131,6 +134,14 @@ class Matcher:
                 if asked is at.asked:
                     self._known.setdefault(label, {})[node.label] = names
         return ways + likeliest
+
+    @staticmethod
+    def _compared(tree: TraceTree, at: ToldNode, named: Collection[str]) -> list[ToldNode]:
+        nodes = list(at.children)
+        if len(nodes) <= _MOST_COMPARED:
+            return nodes
+        meant = [node for node in nodes[:-_MOST_COMPARED] if named and tree.first_below(node) in named]
+        return meant + nodes[-_MOST_COMPARED:]
 
     def _compare(
         self, tree: TraceTree, turn: str, recorded: Message, asked: _Asked, index: int
@@ -212,17 +223,20 @@ def _meant(equal: tuple[str, ...], reply: Message) -> str:
 
 
 def _as_recorded(conversation: Conversation, best: _Place, changed: list[_Place]) -> Conversation:
-    """The known messages as they are recorded; what follows refers to their calls by the recorded ids."""
-    messages = list(best.asked.messages)
-    ids: dict[str | None, str] = {}
+    """The known messages as they are recorded; results of the last one's calls refer to them by the recorded ids."""
+    messages, num_known = list(best.asked.messages), best.depth - 1
+    theirs = messages[num_known - 1].tool_calls
     for place in changed:
         assert place.recorded is not None
-        index = place.depth - 2
-        pairs = zip(messages[index].tool_calls, place.recorded.tool_calls, strict=True)
-        ids |= {theirs.id: ours.id for theirs, ours in pairs}
-        messages[index] = place.recorded
-    for index in range(best.depth - 1, len(messages)):
-        id = messages[index].tool_call_id
-        if id is not None and ids.get(id, id) != id:
-            messages[index] = replace(messages[index], tool_call_id=ids[id])
+        messages[place.depth - 2] = place.recorded
+    ours = messages[num_known - 1].tool_calls
+    ids = {call.id: recorded.id for call, recorded in zip(theirs, ours, strict=True) if call.id}
+    unnamed = iter([recorded.id for call, recorded in zip(theirs, ours, strict=True) if not call.id])
+    for index in range(num_known, len(messages)):
+        if messages[index].role != "tool":
+            break
+        came = messages[index].tool_call_id or ""
+        id = ids.get(came, came) or next(unnamed, None)  # without ids, it is the order that tells
+        if id != messages[index].tool_call_id:
+            messages[index] = replace(messages[index], tool_call_id=id)
     return replace(conversation, messages=tuple(messages))

@@ -202,3 +202,64 @@ def test_siblings_are_no_forks() -> None:
         turn = make_turn([1, 2], [3], asked=[user("a")])
         session.store.commit("s", None, turn)
     assert session.store.drift("s") == []
+
+
+HEADER = "x-billing-header: version=1.2.{};\nBe brief."
+
+
+def test_a_difference_that_is_accepted_is_not_the_cause() -> None:
+    session = Recording()
+    session.ask([Message("system", HEADER.format("a")), user("a")], reply("b"))
+    session.ask([Message("system", "Name it."), user("a")], reply("title"))
+    session.ask([Message("system", HEADER.format("b")), user("another")], reply("c"))
+    _, drift = session.store.drift("s")
+    assert (drift.cause, drift.message, drift.before, drift.after) == ("message_changed", 1, "a", "another")
+
+
+def test_of_a_message_with_several_differences_the_one_that_is_not_accepted_is_the_cause() -> None:
+    session = Recording()
+    session.ask([user("a")], Reply("text", "why", (ToolCall("1", "f", '{"x": 1}'),)))
+    called = Message("assistant", "text\n", tool_calls=(ToolCall("mine", "f", '{"x":2}'),))
+    session.ask([user("a"), called, Message("tool", "r", tool_call_id="mine")], reply("d"))
+    drift = session.drift()
+    assert (drift.cause, drift.field, drift.before, drift.after) == (
+        "arguments_changed",
+        "arguments",
+        '{"x": 1}',
+        '{"x":2}',
+    )
+
+
+def test_another_function_was_called() -> None:
+    session = Recording()
+    session.ask([user("a")], Reply("", "", (ToolCall("1", "f", "{}"),)))
+    called = Message("assistant", tool_calls=(ToolCall("1", "g", "{}"),))
+    session.ask([user("a"), called, Message("tool", "r", tool_call_id="1")], reply("d"))
+    assert (session.drift().cause, session.drift().field) == ("message_changed", "name")
+
+
+def test_every_setting_that_would_accept_it_is_named() -> None:
+    session = Recording("reasoning_dropped", "ids_changed")
+    session.ask([user("a")], Reply("", "why", (ToolCall("1", "f", "{}"),)))
+    called = Message("assistant", tool_calls=(ToolCall("2", "f", "{}"),))
+    session.ask([user("a"), called, Message("tool", "r", tool_call_id="2")], reply("d"))
+    assert session.drift().setting == "matching.ids_changed, matching.reasoning_dropped"
+
+
+def test_results_that_may_not_be_reordered() -> None:
+    session = Recording("results_reordered")
+    calls = (ToolCall("1", "f", "{}"), ToolCall("2", "f", "{}"))
+    results = [Message("tool", name, tool_call_id=name) for name in ("1", "2")]
+    said = [user("a"), Message("assistant", tool_calls=calls)]
+    session.ask(said[:1], Reply("", "", calls))
+    session.ask([*said, *results], reply("b"))
+    session.ask([*said, *results[::-1], Message("assistant", "b"), user("c")], reply("d"))
+    assert session.drift().setting == "matching.results_reordered"
+
+
+def test_tools_of_the_same_names_show_what_differs() -> None:
+    session = Recording()
+    session.ask([user("a")], reply("b"), tools=(Tool("f", "does a", {}), Tool("g", "", {})))
+    session.ask([user("a"), said("b"), user("c")], reply("d"), tools=(Tool("f", "does b", {}), Tool("g", "", {})))
+    drift = session.drift()
+    assert (drift.cause, drift.before, drift.after) == ("tools_changed", "f: does a {}", "f: does b {}")

@@ -245,3 +245,57 @@ def test_results_in_another_order_may_be_respelled_too() -> None:
     found = match(tree, *said, second.reply.message(), user("b"))
     assert found is not None
     assert (found.turn, found.accepted) == (second.id, ("results_reordered", "whitespace_dropped"))
+
+
+def test_results_without_ids_answer_the_calls_in_their_order() -> None:
+    tree = TraceTree()
+    first = add(tree, [user("a")], calling(*CALLS[:2]))
+    came = calling(*(replace(call, id="") for call in CALLS[:2])).message()
+    found = match(tree, user("a"), came, result("x", ""), result("y"))
+    assert found is not None
+    assert found.turn == first.id
+    assert [message.tool_call_id for message in found.asked.messages[2:]] == ["call_0", "call_1"]
+
+
+def test_ids_that_a_client_uses_again_are_those_of_the_last_reply() -> None:
+    tree = TraceTree()
+    first = add(tree, [user("a")], calling(ToolCall("call_1", "f", "{}")))
+    second = add(tree, [result("x", "call_1")], calling(ToolCall("call_2", "g", "{}")), first)
+    theirs = [calling(ToolCall("0", name, "{}")).message() for name in ("f", "g", "h")]
+    said = (user("a"), theirs[0], result("x", "0"), theirs[1], result("y", "0"))
+    found = match(tree, *said, theirs[2], result("z", "0"))
+    assert found is not None
+    assert found.turn == second.id
+    # The last reply is none of ours, so its result refers to it as it came.
+    assert [message.tool_call_id for message in found.asked.messages if message.role == "tool"] == [
+        "call_1",
+        "call_2",
+        "0",
+    ]
+
+
+@pytest.mark.parametrize("num_choices", [3, 1500])
+def test_of_any_number_of_replies_the_named_one_is_meant(num_choices: int) -> None:
+    tree = TraceTree()
+    choices = siblings(tree, *(Reply("b", f"why {n}") for n in range(num_choices)))
+    found = match(tree, user("a"), Message("assistant", "b", turn=choices[-1].id), user("c"))
+    assert found is not None
+    assert found.turn == choices[-1].id  # the one that was told first
+
+
+def test_what_is_equal_to_the_end_hides_no_reply_beside_it() -> None:
+    tree = TraceTree()
+    header = "x-billing-header: version=1.2.{};\n\nBe brief."
+    one, other = (Message("system", header.format(name)) for name in ("abc", "def"))
+    meant = add(tree, [one, user("a")], Reply("b"))
+    add(tree, [other, user("a"), Message("assistant", "b"), user("resumed")], Reply("c"))
+    found = match(tree, other, user("a"), Message("assistant", "b"), user("d"))
+    assert found is not None
+    assert found.turn == meant.id
+
+
+def test_a_question_that_follows_no_reply_is_compared_with_nothing() -> None:
+    tree = TraceTree()
+    for n in range(3):
+        add(tree, [Message("system", f"agent {n}"), user("a")], Reply("b"))
+    assert match(tree, Message("system", "agent 9"), user("a"), user("c")) is None
