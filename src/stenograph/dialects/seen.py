@@ -26,13 +26,31 @@ T = TypeVar("T")
 Cut = tuple[int, int, bytes]  # body[start:end], and what takes its place
 
 
+_MOST_KEPT = 4  # times the items of the longest body
+_LEAST_KEPT = 1024
+
+
 class Seen:
-    """What the bodies of one session were read to. It holds digests of them, and grows with what is new in them."""
+    """What the bodies of one session were read to. It holds digests of them, and grows with what is new in them.
+
+    A client that changes its whole conversation with every request would make it grow with their sum, so that it is
+    emptied now and then; what comes again is read once more.
+    """
 
     def __init__(self) -> None:
         self.items: defaultdict[type, dict[bytes, Any]] = defaultdict(dict)  # by a shape, by the digest of an item
         self.wholes: set[bytes] = set()  # digests
         self.made: dict[tuple[Any, ...], Any] = {}  # by what made it and what of
+        self._longest = 0
+
+    def make_room(self, num_items: int) -> None:
+        """For a body of `num_items`."""
+        self._longest = max(self._longest, num_items)
+        num_held = sum(map(len, self.items.values())) + len(self.made)
+        if num_held > _MOST_KEPT * self._longest + _LEAST_KEPT:
+            self.items.clear()
+            self.wholes.clear()
+            self.made.clear()
 
 
 def read_again(body: bytes, seen: Seen | None, shape: type[msgspec.Struct]) -> Fields:
@@ -89,12 +107,13 @@ class _Split(Fields):
 
 def _split(body: bytes, seen: Seen, shape: type[msgspec.Struct]) -> Fields:
     given = msgspec.json.decode(body, type=shape)
+    parts = [getattr(given, name) for name in shape.__struct_fields__]
+    seen.make_room(sum(len(part) for part in parts if isinstance(part, list)))
     known = seen.items[shape]
     items, found, wholes, cut = {}, [], {}, {}
     cuts: list[Cut] = []
     start, _ = _bounds(body)
-    for name in shape.__struct_fields__:
-        part = getattr(given, name)
+    for name, part in zip(shape.__struct_fields__, parts, strict=True):
         if not part:
             continue  # there is none, or an empty one
         if isinstance(part, list):

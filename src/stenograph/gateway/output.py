@@ -124,8 +124,14 @@ class Output:
 
     @property
     def experts(self) -> np.ndarray | None:
+        """In the smallest type that holds them: there are as many as layers times experts for each token."""
         parts = [chunk.experts for chunk in self._chunks if chunk.experts is not None]
-        return np.concatenate(parts) if parts else None
+        if not parts:
+            return None
+        experts = np.concatenate(parts)
+        low, high = (int(experts.min()), int(experts.max())) if experts.size else (0, 0)
+        types = (np.uint8, np.uint16, np.int32)
+        return experts.astype(next(one for one in types if np.iinfo(one).min <= low and high <= np.iinfo(one).max))
 
     def _whole(self, shown: Reply) -> Reply:
         """The message as it comes back: with what the agent began, as the agent wrote it."""

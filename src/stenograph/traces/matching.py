@@ -17,6 +17,7 @@ from stenograph.traces.tree import Node
 from stenograph.types import Conversation, Message
 
 _MOST_COMPARED = 1024  # messages in one place: those that were recorded last, and those that an id names
+_MOST_KNOWN = 65_536  # differences
 _MOST_PLACES = 64  # beside a way that led nowhere
 
 ToldNode = Node[bytes, tuple[str, ...]]
@@ -132,8 +133,13 @@ class Matcher:
                 way = _Place(node, at.depth + 1, asked, at, recorded, names)
                 (likeliest if turn in named else ways).append(way)
                 if asked is at.asked:
-                    self._known.setdefault(label, {})[node.label] = names
+                    self._know(label, node.label, names)
         return ways + likeliest
+
+    def _know(self, label: bytes, recorded: bytes, names: tuple[str, ...]) -> None:
+        if len(self._known) >= _MOST_KNOWN:  # of a client that changes all that it sends again and again
+            self._known.clear()
+        self._known.setdefault(label, {})[recorded] = names
 
     @staticmethod
     def _compared(tree: TraceTree, at: ToldNode, named: Collection[str]) -> list[ToldNode]:

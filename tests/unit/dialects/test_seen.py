@@ -247,3 +247,17 @@ def test_tools_may_be_seen_and_not_be_called() -> None:
     for choice, names in (("auto", ["add"]), ("none", []), ("auto", ["add"])):
         body = written("messages", CHAT[:2], tools=[FUNCTION], tool_choice=choice)
         assert [tool.name for tool in chat.parse_request(body, seen).conversation.tools] == names
+
+
+def test_what_never_comes_again_is_forgotten() -> None:
+    seen = Seen()
+
+    def body(request: int) -> bytes:
+        return orjson.dumps({"messages": [{"role": "user", "content": f"{request} {n}"} for n in range(400)]})
+
+    for n in range(20):
+        read = chat.parse_request(body(n), seen).conversation.messages
+        assert [message.content for message in read] == [f"{n} {i}" for i in range(400)]
+    assert sum(map(len, seen.items.values())) < 4000
+    first, again = (chat.parse_request(body(20), seen).conversation.messages for _ in range(2))
+    assert all(one is other for one, other in zip(first, again, strict=True))

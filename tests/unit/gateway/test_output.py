@@ -61,6 +61,17 @@ async def test_an_unsound_answer_is_an_error(chunks: list[Chunk], told: str) -> 
         await passed(*chunks)
 
 
+@pytest.mark.parametrize(("highest", "dtype"), [(7, np.uint8), (255, np.uint8), (256, np.uint16), (70_000, np.int32)])
+def test_experts_take_no_more_room_than_they_need(highest: int, dtype: type) -> None:
+    output = Output(RENDERING, RENDERING.render(ASKED), ASKED, Sampling(), lambda _: None)
+    for number in (0, highest):
+        routed = np.full((1, 2, 2), number, np.int64)
+        output.take(Chunk(np.array([65], np.int32), np.zeros(1, np.float32), 0, None, routed))
+    experts = output.experts
+    assert experts is not None
+    assert (experts.dtype, experts[:, 0, 0].tolist()) == (dtype, [0, highest])
+
+
 @pytest.mark.parametrize("experts", [None, 1, 3])
 async def test_experts_that_are_wanted_must_be_there(experts: int | None) -> None:
     with pytest.raises(EngineError, match=f"{experts or 0} rows of routed experts for 2 tokens"):
