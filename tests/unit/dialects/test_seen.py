@@ -259,5 +259,5 @@ def test_what_never_comes_again_is_forgotten() -> None:
         read = chat.parse_request(body(n), seen).conversation.messages
         assert [message.content for message in read] == [f"{n} {i}" for i in range(400)]
     assert sum(map(len, seen.items.values())) < 4000
-    first, again = (chat.parse_request(body(20), seen).conversation.messages for _ in range(2))
+    _, first, again = (chat.parse_request(body(20), seen).conversation.messages for _ in range(3))
     assert all(one is other for one, other in zip(first, again, strict=True))
