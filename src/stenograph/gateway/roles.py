@@ -79,7 +79,7 @@ class Roles:
         main = self._mains.get(session)
         look = _look(request.conversation)
         begins = parent is None or _goes_on_after_compaction(request.conversation, parent)
-        role = (
+        return (
             _purpose(said, request, look)
             or (_title(request, look) or _probe(request) or _summarizer(look, main) if begins else None)
             or _compaction(request.conversation, main)
@@ -87,9 +87,13 @@ class Roles:
             or (Role(parent.name, f"continues a {parent.name} turn") if parent is not None and not begins else None)
             or _compared(look, main)
         )
-        if role.name == "main" and (begins or main is None):
-            self._mains[session] = look
-        return role
+
+    def remember(self, headers: Mapping[str, str], request: Request, role: Role, parent: Role | None) -> None:
+        """Take note of a turn that was recorded with `role`; what failed says nothing of what the main one is like."""
+        session = _session(_said(headers, request.hints))
+        begins = parent is None or _goes_on_after_compaction(request.conversation, parent)
+        if role.name == "main" and (begins or session not in self._mains):
+            self._mains[session] = _look(request.conversation)
 
 
 # --- what the client says ----------------------------------------------------------------------------------------

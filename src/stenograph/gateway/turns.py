@@ -46,7 +46,8 @@ class Turns:
         outputs: list[Output] = []
         try:
             prompt, sampling, notes = await self._prepare(session, call)
-            role = self._role(session, call, prompt.parent)
+            continued = self._continued(session, prompt.parent)
+            role = session.roles.of(call.headers, call.request, continued)
             outputs += self._outputs(call, prompt, sampling)
             call.advance(State.GENERATING)
             await self._generate(session, call, prompt, outputs)
@@ -54,6 +55,7 @@ class Turns:
             if session.traced:
                 with boundary(TraceError, "record the turn"):
                     self._store.commit(session.id, prompt.parent, *turns)
+                session.roles.remember(call.headers, call.request, role, continued)
             session.count(turns)
             call.committed(answered)
         except asyncio.CancelledError:
@@ -93,15 +95,12 @@ class Turns:
         call.prepared(len(prompt.ids))
         return prompt, replace(sampling, constrained=request.grammar is not None), request.notes + notes
 
-    def _role(self, session: Session, call: Call, parent: str | None) -> Role:
-        """What the turn is for, and so every turn that goes on from it."""
-        if not session.traced:
-            return Role("main", "not recorded")
-        continued = None
-        if parent is not None:
-            turn = self._store.tree(session.id).turn(parent)
-            continued = Role(turn.role, turn.role_evidence)
-        return session.roles.of(call.headers, call.request, continued)
+    def _continued(self, session: Session, parent: str | None) -> Role | None:
+        """What the turn that is gone on from was for."""
+        if parent is None:
+            return None
+        turn = self._store.tree(session.id).turn(parent)
+        return Role(turn.role, turn.role_evidence)
 
     # --- generate ------------------------------------------------------------------------------------------------
 

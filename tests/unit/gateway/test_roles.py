@@ -27,6 +27,13 @@ SUMMARY = "Write a summary of our conversation, with which another model can con
 NO_TOOLS = "Do not call any of the tools; answer in text."
 
 
+def taken(roles: Roles, headers: Mapping[str, str], request: Request, parent: Role | None) -> Role:
+    """The role of a turn that is taken and recorded."""
+    role = roles.of(headers, request, parent)
+    roles.remember(headers, request, role, parent)
+    return role
+
+
 def asked(
     *said: Said,
     system: str | None = AGENT,
@@ -53,8 +60,8 @@ def role_of(
 ) -> Role:
     """The role of a request that comes after the main conversation has begun."""
     roles = Roles()
-    assert roles.of({}, known or asked(TASK), None).name == "main"
-    return roles.of(CIMultiDict(headers or {}), request, parent)
+    assert taken(roles, {}, known or asked(TASK), None).name == "main"
+    return taken(roles, CIMultiDict(headers or {}), request, parent)
 
 
 def turn(**values: object) -> dict[str, str]:
@@ -215,7 +222,7 @@ def test_the_shape_of_a_conversation_that_begins_decides(request_: Request, role
     ],
 )
 def test_what_only_resembles_a_title_a_probe_or_a_compaction_is_the_agents_work(request_: Request) -> None:
-    assert Roles().of({}, request_, None) == MAIN
+    assert taken(Roles(), {}, request_, None) == MAIN
 
 
 @pytest.mark.parametrize("parent", ["main", "sub-agent", "compaction", "title", "probe"])
@@ -292,25 +299,25 @@ def test_an_agent_goes_on_after_a_summary_that_stays_in_the_conversation() -> No
 
 def test_what_follows_a_compaction_is_main_again() -> None:
     roles = Roles()
-    roles.of({}, asked(TASK), None)
+    taken(roles, {}, asked(TASK), None)
     summary = asked(TASK, DONE, ("user", SUMMARY), tools=())
-    assert roles.of({}, summary, MAIN).name == "compaction"
+    assert taken(roles, {}, summary, MAIN).name == "compaction"
     successor = asked(("user", "This is what was done so far: a bug was fixed. Go on."))
-    assert roles.of({}, successor, None) == Role("main", "the main conversation's system prompt")
+    assert taken(roles, {}, successor, None) == Role("main", "the main conversation's system prompt")
 
 
 # --- what the main conversation is like --------------------------------------------------------------------------
 
 
 def test_a_bare_agent_is_main() -> None:
-    assert Roles().of({}, asked(("user", "2 + 2?"), system=None, tools=()), None) == MAIN
+    assert taken(Roles(), {}, asked(("user", "2 + 2?"), system=None, tools=()), None) == MAIN
 
 
 def test_the_first_conversation_with_tools_is_main_whatever_was_asked_on_the_side_before() -> None:
     roles = Roles()
-    roles.of({}, asked(("user", "Is this request safe?"), system="You are a judge.", tools=()), None)
-    assert roles.of({}, asked(TASK), None) == Role("main", "the first conversation with tools")
-    assert roles.of({}, asked(TASK, system="You look for files.", tools=("glob",)), None).name == "sub-agent"
+    taken(roles, {}, asked(("user", "Is this request safe?"), system="You are a judge.", tools=()), None)
+    assert taken(roles, {}, asked(TASK), None) == Role("main", "the first conversation with tools")
+    assert taken(roles, {}, asked(TASK, system="You look for files.", tools=("glob",)), None).name == "sub-agent"
 
 
 @pytest.mark.parametrize(
@@ -333,7 +340,7 @@ def test_each_session_of_the_client_has_a_main_conversation(first: dict[str, str
     def began(said: dict[str, str], system: str) -> str:
         in_body = any(name in ("prompt_cache_key", "user_id") for name in said)
         request = asked(TASK, system=system, hints=said if in_body else {})
-        return roles.of(CIMultiDict({} if in_body else said), request, None).name
+        return taken(roles, CIMultiDict({} if in_body else said), request, None).name
 
     roles = Roles()
     other = "You look for files. Report paths."
@@ -343,14 +350,14 @@ def test_each_session_of_the_client_has_a_main_conversation(first: dict[str, str
 def test_a_user_id_says_the_session_whatever_else_it_says() -> None:
     roles = Roles()
     ids = [json.dumps({"session_id": "a", "device_id": device}) for device in ("d", "e")]
-    assert roles.of({}, asked(TASK, hints={"user_id": ids[0]}), None) == MAIN
-    assert roles.of({}, asked(TASK, system="You look.", hints={"user_id": ids[1]}), None).name == "sub-agent"
+    assert taken(roles, {}, asked(TASK, hints={"user_id": ids[0]}), None) == MAIN
+    assert taken(roles, {}, asked(TASK, system="You look.", hints={"user_id": ids[1]}), None).name == "sub-agent"
 
 
 def test_a_main_conversation_recorded_before_is_known_again_by_a_turn_that_continues_it() -> None:
     roles = Roles()
-    assert roles.of({}, asked(TASK, DONE, ("user", "go on")), MAIN).name == "main"
-    assert roles.of({}, asked(TASK, system="You look for files."), None).name == "sub-agent"
+    assert taken(roles, {}, asked(TASK, DONE, ("user", "go on")), MAIN).name == "main"
+    assert taken(roles, {}, asked(TASK, system="You look for files."), None).name == "sub-agent"
 
 
 # --- as agents send it: the beginnings of sessions, cut small ----------------------------------------------------
@@ -376,7 +383,7 @@ def test_claude_code_asks_for_a_title_first() -> None:
         "output_config": {"effort": "high"},
     }
     roles = Roles()
-    told = [roles.of(headers, messages.parse_request(json.dumps(body).encode()), None) for body in (title, work)]
+    told = [taken(roles, headers, messages.parse_request(json.dumps(body).encode()), None) for body in (title, work)]
     assert told == [Role("title", "no tools and a schema with a title"), MAIN]
 
 
@@ -388,8 +395,8 @@ def test_opencode_asks_for_a_title_first_and_its_sub_agents_name_their_parent() 
     work = asked(task, system="Rob ril vivimori, an kapatavakel Bor mida.", tools=("bash", "edit"))
     child = asked(("user", "Find it"), system="Rob ril vivimori, an kapatavakel Bor mida.", tools=("bash",))
     roles = Roles()
-    told = [roles.of(CIMultiDict(headers), request, None) for request in (title, work)]
-    told.append(roles.of(CIMultiDict({"x-session-id": "ses_b", "x-parent-session-id": "ses_a"}), child, None))
+    told = [taken(roles, CIMultiDict(headers), request, None) for request in (title, work)]
+    told.append(taken(roles, CIMultiDict({"x-session-id": "ses_b", "x-parent-session-id": "ses_a"}), child, None))
     assert told == [
         Role("title", "no tools and a title asked for"),
         MAIN,
@@ -415,7 +422,15 @@ def test_codex_says_whose_thread_a_request_is_of() -> None:
         return CIMultiDict({**own, **turn(**said)})
 
     roles = Roles()
-    main = roles.of(headers("01a2", request_kind="turn", thread_source="user"), request, None)
-    child = roles.of(headers("01a3", request_kind="turn", thread_source="subagent"), request, None)
-    summary = roles.of(headers("01a2", request_kind="compaction", thread_source="user"), request, main)
+    main = taken(roles, headers("01a2", request_kind="turn", thread_source="user"), request, None)
+    child = taken(roles, headers("01a3", request_kind="turn", thread_source="subagent"), request, None)
+    summary = taken(roles, headers("01a2", request_kind="compaction", thread_source="user"), request, main)
     assert [role.name for role in (main, child, summary)] == ["main", "sub-agent", "compaction"]
+
+
+def test_a_request_that_failed_does_not_say_what_the_main_conversation_is_like() -> None:
+    roles = Roles()
+    helper, work = asked(TASK, system="You look for files."), asked(TASK)
+    assert roles.of({}, helper, None).name == "main"
+    assert taken(roles, {}, work, None) == MAIN
+    assert taken(roles, {}, helper, None).name == "sub-agent"
