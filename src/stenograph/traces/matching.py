@@ -1,7 +1,8 @@
 """Finds the recorded turn that a request goes on from: equal messages first, then those that differ in known ways only.
 
 Equal digests lead the whole way down at a look-up a message. Where one is missing, the recorded messages that stand in
-its place are compared with it, and a difference that was accepted once is known from then on by its digest.
+its place are compared with it, and a difference that was accepted once is known from then on by its digest. A request
+that begins as an earlier one did goes on from where that one led.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
+from operator import is_
 
 from stenograph.traces.digests import conversation_labels
 from stenograph.traces.equivalences import NAMES, accept, ids_changed, minted_turns, results_reordered
@@ -18,6 +20,7 @@ from stenograph.types import Conversation, Message
 
 _MOST_COMPARED = 1024  # messages in one place: those that were recorded last, and those that an id names
 _MOST_KNOWN = 65_536  # differences
+_MOST_RECENT = 16  # requests, of as many conversations at the same time
 _MOST_PLACES = 64  # beside a way that led nowhere
 
 ToldNode = Node[bytes, tuple[str, ...]]
@@ -38,32 +41,62 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is looked for: all messages but the last, which is to be answered; the first label is of the tools."""
+    """What is looked for: all messages but the last, which is to be answered; the first label is of the tools.
+
+    `last_reply` is how many labels there are up to the last message of an assistant; nothing further down is a reply.
+    """
 
     messages: tuple[Message, ...]
     labels: list[bytes]
+    last_reply: int
+
+    @staticmethod
+    def of(conversation: Conversation) -> _Asked:
+        messages = conversation.messages
+        replies = (i + 2 for i in range(len(messages) - 2, -1, -1) if messages[i].role == "assistant")
+        return _Asked(messages, conversation_labels(conversation)[: len(messages)], next(replies, 0))
 
     def with_earlier(self, index: int, to: int) -> _Asked:
-        """The message at `index` moved to the place `to`, before it."""
+        """The result at `index` moved to the place `to`, before it."""
         messages, labels = list(self.messages), list(self.labels)
         messages.insert(to, messages.pop(index))
         labels.insert(to + 1, labels.pop(index + 1))
-        return _Asked(tuple(messages), labels)
+        return _Asked(tuple(messages), labels, self.last_reply)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """Another message came for the one `recorded` at `index`; `names` say why that is accepted, `before` what else."""
+
+    index: int
+    recorded: Message
+    names: tuple[str, ...]
+    before: _Change | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in what was told, `depth` labels down, reached by equal messages from `before` or by a difference.
-
-    Then `recorded` is the message that stands where another came, and `names` say why that is accepted.
-    """
+    """A place in what was told, `depth` labels down, and the differences on the way there."""
 
     node: ToldNode
     depth: int
     asked: _Asked
-    before: _Place | None = None
-    recorded: Message | None = None
-    names: tuple[str, ...] = ()
+    changes: _Change | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """Where a request led: the next one of its conversation begins with the same messages."""
+
+    tools: bytes
+    messages: tuple[Message, ...]
+    node: ToldNode
+    changes: _Change | None
+
+    def begins(self, asked: _Asked) -> bool:
+        """Whether `asked` begins with the very objects: a request that repeats them has them from its bytes."""
+        enough = len(asked.messages) > len(self.messages) and self.tools == asked.labels[0]
+        return enough and all(map(is_, self.messages, asked.messages))
 
 
 @dataclass(slots=True)
@@ -75,41 +108,49 @@ class Matcher:
 
     allowed: Collection[str] = NAMES
     _known: dict[bytes, dict[bytes, tuple[str, ...]]] = field(default_factory=dict)
+    _recent: list[_Found] = field(default_factory=list)
 
     def match(self, tree: TraceTree, conversation: Conversation) -> Match | None:
-        messages = conversation.messages
-        asked = _Asked(messages, conversation_labels(conversation)[: len(messages)])
-        best: _Place | None = None
-        for valued in self._replies(tree, asked):
-            if best is None or valued.depth > best.depth:
-                best = valued
+        asked = _Asked.of(conversation)
+        best = self._go_on(tree, asked) or self._search(tree, _Place(tree.told.root, 0, asked))
         if best is None:
             return None
         num_known = best.depth - 1
         turn = _meant(best.node.value, best.asked.messages[num_known - 1])
-        changed = list(_changed(best))
-        if not changed:
+        if best.asked is asked:
+            self._recent.append(_Found(asked.labels[0], asked.messages[:num_known], best.node, best.changes))
+            del self._recent[:-_MOST_RECENT]
+        changes = list(_all(best.changes))
+        if not changes:
             return Match(turn, num_known, conversation, ())
-        accepted = tuple(sorted({name for place in changed for name in place.names}))
-        return Match(turn, num_known, _as_recorded(conversation, best, changed), accepted)
+        accepted = tuple(sorted({name for change in changes for name in change.names}))
+        return Match(turn, num_known, _as_recorded(conversation, best, changes), accepted)
 
-    def _replies(self, tree: TraceTree, asked: _Asked) -> Iterator[_Place]:
-        """Places where a recorded reply ends what was asked so far, until it is the last reply.
+    def _go_on(self, tree: TraceTree, asked: _Asked) -> _Place | None:
+        """The last reply's place, reached from where an earlier request of the same conversation led."""
+        begun = next((found for found in reversed(self._recent) if found.begins(asked)), None)
+        if begun is None:
+            return None
+        self._recent.remove(begun)  # what is found now takes its place
+        best = self._search(tree, _Place(begun.node, len(begun.messages) + 1, asked, begun.changes))
+        return best if best is not None and best.depth == asked.last_reply else None
 
-        Where it is not, what stands beside the equal messages is tried too: an equal one may have led to nothing.
+    def _search(self, tree: TraceTree, start: _Place) -> _Place | None:
+        """The deepest place where a recorded reply ends what was asked so far.
+
+        Where it is not the last reply, what stands beside the equal messages is tried too: an equal one may have led
+        to nothing.
         """
-        replies = (i + 2 for i in range(len(asked.labels) - 2, -1, -1) if asked.messages[i].role == "assistant")
-        last_reply = next(replies, 0)  # its depth
-        ways = [_Place(tree.told.root, 0, asked)] if last_reply else []
+        last_reply = start.asked.last_reply
+        best: _Place | None = None
+        ways = [start] if last_reply else []
         beside: list[_Place] = []
         num_left = _MOST_PLACES
-        while ways:
+        while ways and (best is None or best.depth < last_reply):
             way = ways.pop()
             end, valued = _follow(way)
-            if valued is not None:
-                yield valued
-                if valued.depth == last_reply:
-                    return
+            if valued is not None and (best is None or valued.depth > best.depth):
+                best = valued
             if 0 < end.depth < last_reply:
                 ways += self._turn_offs(tree, end)
             if end.depth > 0:
@@ -117,6 +158,7 @@ class Matcher:
                 num_left -= len(passed)
             while beside and not ways:
                 ways += self._turn_offs(tree, beside.pop())
+        return best
 
     def _turn_offs(self, tree: TraceTree, at: _Place) -> list[_Place]:
         """Ways on over messages that are not equal, the likeliest last."""
@@ -130,7 +172,7 @@ class Matcher:
             if node.label != label and names is None:
                 asked, names = self._compare(tree, turn, recorded, at.asked, index)
             if names is not None:
-                way = _Place(node, at.depth + 1, asked, at, recorded, names)
+                way = _Place(node, at.depth + 1, asked, _Change(index, recorded, names, at.changes))
                 (likeliest if turn in named else ways).append(way)
                 if asked is at.asked:
                     self._know(label, node.label, names)
@@ -185,8 +227,8 @@ def _follow(way: _Place) -> tuple[_Place, _Place | None]:
         node, depth = child, depth + 1
         if node.has_value:
             valued, valued_depth = node, depth
-    end = _Place(node, depth, way.asked, way)
-    return end, _Place(valued, valued_depth, way.asked, way) if valued is not None else None
+    end = _Place(node, depth, way.asked, way.changes)
+    return end, _Place(valued, valued_depth, way.asked, way.changes) if valued is not None else None
 
 
 def _passed(way: _Place, end: _Place) -> Iterator[_Place]:
@@ -194,7 +236,7 @@ def _passed(way: _Place, end: _Place) -> Iterator[_Place]:
     node, labels = way.node, way.asked.labels
     for depth in range(way.depth, end.depth):
         if depth > 0 and len(node.children) > 1:
-            yield _Place(node, depth, way.asked, way)
+            yield _Place(node, depth, way.asked, way.changes)
         child = node.child(labels[depth])
         assert child is not None
         node = child
@@ -214,12 +256,11 @@ def _ids_by_theirs(tree: TraceTree, turn: str, messages: tuple[Message, ...], in
     return {theirs.id: ours.id for theirs, ours in pairs if theirs.id}
 
 
-def _changed(place: _Place | None) -> Iterator[_Place]:
-    """The differences on the way to `place`."""
-    while place is not None:
-        if place.recorded is not None:
-            yield place
-        place = place.before
+def _all(change: _Change | None) -> Iterator[_Change]:
+    """The last difference and those before it."""
+    while change is not None:
+        yield change
+        change = change.before
 
 
 def _meant(equal: tuple[str, ...], reply: Message) -> str:
@@ -228,13 +269,12 @@ def _meant(equal: tuple[str, ...], reply: Message) -> str:
     return next((turn for turn in equal if turn in named), equal[-1])
 
 
-def _as_recorded(conversation: Conversation, best: _Place, changed: list[_Place]) -> Conversation:
+def _as_recorded(conversation: Conversation, best: _Place, changes: list[_Change]) -> Conversation:
     """The known messages as they are recorded; results of the last one's calls refer to them by the recorded ids."""
     messages, num_known = list(best.asked.messages), best.depth - 1
     theirs = messages[num_known - 1].tool_calls
-    for place in changed:
-        assert place.recorded is not None
-        messages[place.depth - 2] = place.recorded
+    for change in changes:
+        messages[change.index] = change.recorded
     ours = messages[num_known - 1].tool_calls
     ids = {call.id: recorded.id for call, recorded in zip(theirs, ours, strict=True) if call.id}
     unnamed = iter([recorded.id for call, recorded in zip(theirs, ours, strict=True) if not call.id])

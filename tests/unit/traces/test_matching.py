@@ -299,3 +299,41 @@ def test_a_question_that_follows_no_reply_is_compared_with_nothing() -> None:
     for n in range(3):
         add(tree, [Message("system", f"agent {n}"), user("a")], Reply("b"))
     assert match(tree, Message("system", "agent 9"), user("a"), user("c")) is None
+
+
+def test_requests_go_on_from_where_the_one_before_led() -> None:
+    """What an earlier request of the conversation led over is neither looked up nor compared again."""
+    tree, matcher = TraceTree(), Matcher()
+    said: list[Message] = [user("0")]
+    turn = add(tree, said, Reply("reply 0", "why"))
+    for n in range(1, 2000):
+        said += [Message("assistant", f"reply {n - 1}"), user(str(n))]
+        found = match(tree, *said, matcher=matcher)
+        assert found is not None
+        assert (found.turn, found.num_known, found.accepted) == (turn.id, 2 * n, ("reasoning_dropped",))
+        assert found.asked.messages[1].reasoning == "why"
+        turn = add(tree, said[-1:], Reply(f"reply {n}", "why"), turn)
+    del matcher, tree  # nothing in them is freed by recursion
+
+
+def test_an_earlier_request_does_not_hide_what_was_recorded_since() -> None:
+    tree, matcher = TraceTree(), Matcher()
+    question, answer = user("a"), Message("assistant", "b")
+    add(tree, [question], Reply("b", "why"))
+    assert match(tree, question, answer, user("c"), matcher=matcher) is not None
+    later = siblings(tree, Reply("b", "because"))[0]
+    further = add(tree, [user("c")], Reply("d"), later)
+    found = match(tree, question, answer, user("c"), Message("assistant", "d"), user("e"), matcher=matcher)
+    assert found is not None
+    assert found.turn == further.id
+
+
+def test_conversations_at_the_same_time_go_on_each_from_its_own() -> None:
+    tree, matcher = TraceTree(), Matcher()
+    turns = [add(tree, [user(f"agent {n}")], Reply("b", "why")) for n in range(40)]
+    said = [[user(f"agent {n}"), Message("assistant", "b")] for n in range(40)]
+    for _ in range(3):
+        for n, turn in enumerate(turns):
+            found = match(tree, *said[n], user("go on"), matcher=matcher)
+            assert found is not None
+            assert found.turn == turn.id
