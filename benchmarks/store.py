@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
@@ -241,6 +242,20 @@ def memory_rows(num_turns: int) -> None:
         ours = held_bytes(lambda turns=turns, num_output=num_output: grown(turns, num_output))
         naive = held_bytes(lambda turns=turns, num_output=num_output: naive_grown(turns, num_output))
         row(f"{kind}@{turns}", "bytes_per_token", ours / num_tokens, "naive trie", naive / num_tokens)
+        told = sum(text_bytes(make_turn(n, num_output)) for n in range(turns))
+        row(
+            f"{kind}_less_texts@{turns}",
+            "bytes_per_token",
+            (ours - told) / num_tokens,
+            "naive trie",
+            naive / num_tokens,
+        )
+
+
+def text_bytes(turn: Turn) -> int:
+    """What the texts of a turn take, which no record can do without."""
+    texts = (turn.messages[-1].content, turn.reply.content, turn.reply.reasoning)
+    return sum(map(sys.getsizeof, texts))
 
 
 def shape_rows() -> None:
