@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
+from typing import get_args
 
+import aiohttp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from stenograph.traces.drift import Cause
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.store import Disposition
 from stenograph.types import Turn
 from support.agents_at_random import CHANGES, Agent, Asked, Book, Told
 from support.habits import is_malformed
-from support.listening import Session, listening, rendering
+from support.listening import Session, becomes, listening, rendering
 from support.oracle import Generation, Oracle
+from support.streams import assembled, unchunked
 from support.wires import PATHS, Item, Protocol, read
 
 RENDERING = rendering()
 WORD = re.compile(r"[stuwr]_[0-9a-f]{6}")
+NAME = re.compile(rb'"id":"(?:chatcmpl-|msg_|resp_)([0-9a-f]{16})')
+CAUSES = set(get_args(Cause)) - {"unknown"}
 PROTOCOLS: tuple[Protocol, ...] = tuple(PATHS)
 
 
@@ -81,12 +89,39 @@ class Play:
 
     async def _send(self, asked: Asked) -> list[Item]:
         """The replies; none where the engine failed."""
-        status, _, body = await self.session.ask(asked.body, PATHS[asked.agent.protocol])
+        protocol = asked.agent.protocol
+        stream = await self._leave(asked, asked.left) if asked.left is not None else None
+        if stream is not None:
+            return read(protocol, assembled(protocol, stream))
+        try:
+            status, _, body = await self.session.ask(asked.body, PATHS[protocol])
+        except aiohttp.ClientPayloadError:
+            assert asked.streams
+            status, body = 502, b"at random"
         if status == 502 and b"at random" in body:
             self.num_failed += 1
             return []
         assert status == 200, body
-        return read(asked.agent.protocol, body)
+        return read(protocol, assembled(protocol, body) if asked.streams else json.loads(body))
+
+    async def _leave(self, asked: Asked, num_bytes: int) -> bytes | None:
+        """Go away while a stream comes, and wait until the gateway knows; the stream where all of it came before."""
+        reader, writer = await self.session.connect(asked.body, PATHS[asked.agent.protocol])
+        raw = b""
+        while (len(raw) < num_bytes or not NAME.search(raw)) and (more := await reader.read(500)):
+            raw += more
+        writer.write_eof()
+        raw += await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        if raw.endswith(b"0\r\n\r\n"):
+            return unchunked(raw)
+        if (name := NAME.search(raw)) is not None:
+            calls = self.session.client.gateway.sessions.find(self.session.id).calls
+            await becomes(
+                lambda: not any(one.has_client for one in chain(*calls.values()) if one.name == name[1].decode())
+            )
+        return None
 
     def _adopt(self, asked: Asked, replies: list[Item]) -> None:
         self.book.turns |= {reply.turn: Told(asked, reply) for reply in replies}
@@ -125,9 +160,7 @@ class Play:
         """A turn goes on from the reply that its agent echoed, and what that differs by is said."""
         turns = self.store.tree(self.session.id).turns
         generations = {turn.id: self._generation(turn) for turn in turns.values()}
-        causes: defaultdict[bytes, list[str]] = defaultdict(
-            list
-        )  # by prompt: of turns with equal ones, the first forks
+        causes: defaultdict[bytes, list[str]] = defaultdict(list)  # of turns with equal prompts, the first forks
         for record in self.store.drift(self.session.id):
             causes[generations[record.turn].prompt.tobytes()].append(record.cause)
         for turn in turns.values():
@@ -138,22 +171,33 @@ class Play:
         end = self.book.continued(asked.head, asked.said)
         rest = asked.said[end:]
         is_lost = any(item.turn for item in rest)  # a reply does not follow any more what it answered
-        assert len(causes) == 1 if is_lost else len(causes) <= 1
+        assert set(causes) <= CAUSES
+        prompt, echoed = generations[turn.id].prompt, self._echoed(asked, end) if end else []
+        paths = [generations[name].path for name in echoed]
+        extends = any(np.array_equal(prompt[: len(path)], path) for path in paths)
+        is_first = extends and not self._is_rewound(asked, end)  # nobody else goes on from there
+        assert len(causes) == 1 if is_lost and not is_first else len(causes) <= 1
+        if causes and asked.cause and is_named(asked) and (extends or end == 0):
+            assert causes == [asked.cause]
         if end == 0 or is_lost:
             return
-        prompt, echoed = generations[turn.id].prompt, self._echoed(asked, end)
-        paths = [generations[name].path for name in echoed]
-        if any(np.array_equal(prompt[: len(path)], path) for path in paths):
+        if extends:
             assert not causes or self._is_rewound(asked, end)
+            assert set(causes) <= {"message_changed"}
             assert asked.first <= set(turn.accepted) <= self.book.differences(asked)
+            assert ("header_changed" in turn.accepted) == (asked.header != self._header(turn.id))
             return
-        # A family may drop the reasoning before a new question; that is no fork where another turn's ids go on so.
-        tree = self.store.tree(self.session.id)
-        known = {name for one in echoed for name in tree.path_turns(one)}
-        goes_on = not known.issuperset(tree.path_turns(turn.id)[:-1])
-        assert causes == ["template_rewrites_history"] or (goes_on and not causes)
+        # A family may drop the reasoning before a new question.
+        assert causes == ["template_rewrites_history"]
         assert any(item.role == "user" for item in rest)
         assert any(item.reasoning for item in asked.said[:end])
+
+    def _header(self, turn: str) -> str:
+        """The header that the conversation of `turn` was begun with."""
+        tree = self.store.tree(self.session.id)
+        while (before := tree.parent(turn)) is not None:
+            turn = before
+        return self._told(turn).asked.header
 
     def _echoed(self, asked: Asked, end: int) -> list[str]:
         """The turn whose reply is message `end - 1`; without its ids, all that nothing else tells apart from it."""
@@ -164,10 +208,10 @@ class Play:
         return [f"turn_{one.reply.turn}" for one in alike]
 
     def _is_rewound(self, asked: Asked, end: int) -> bool:
-        """Whether the reply was gone on from in another way as well."""
-        told = self.book.turns.values()
-        others = [one.asked for one in told if one.asked.said[:end] == asked.said[:end]]
-        return any(other.said != asked.said for other in others)
+        """Whether the reply was gone on from in another way before."""
+        told = (self._told(turn).asked for turn in self.store.tree(self.session.id).turns)
+        before = takewhile(lambda other: other.said != asked.said, told)
+        return any(other.said[:end] == asked.said[:end] for other in before)
 
     def _told(self, turn: str) -> Told:
         return self.book.turns[turn.removeprefix("turn_")]
@@ -198,6 +242,12 @@ class Play:
         assert all(not tree.node(turn).children for turn in generations.keys() - shown)  # nobody went on from them
 
 
+def is_named(asked: Asked) -> bool:
+    """Whether the last reply shows which turn is meant; where there is none, nothing is."""
+    replies = [entry for entry in asked.history if entry.said.role == "assistant"]
+    return not replies or replies[-1].shows_turn(asked.agent.protocol)
+
+
 def looks(told: Told) -> object:
     """A conversation and its reply without their ids."""
 
@@ -212,7 +262,7 @@ def check_words(asked: Asked, prompt: str) -> None:
     """A prompt says what its agent said, in the order in which it did, and nothing of any other agent."""
     found = WORD.findall(prompt)
     said = asked.said
-    users = [word for item in said if item.role == "user" for word in words(item)]
+    users = [word for item in said if item.role == "user" for word in words(item) if word[0] == "u"]
     assert [word for word in found if word[0] == "u"] == users
     results = [word for item in said if item.role == "tool" for word in words(item)]
     assert Counter(word for word in found if word[0] == "t") == Counter(results)
@@ -223,19 +273,20 @@ def check_words(asked: Asked, prompt: str) -> None:
         w for item in said for call in item.calls if is_malformed(call.arguments) for w in WORD.findall(call.arguments)
     }
     kept = {word for word in replies if word[0] == "w"} - lost
-    assert kept <= {word for word in found if word[0] in "wr"} <= replies
+    quoted = {word for item in said if item.role == "user" for word in words(item)}
+    assert kept <= {word for word in found if word[0] in "wr"} <= replies | quoted
 
 
 def words(item: Item) -> list[str]:
     return WORD.findall("\n".join([item.reasoning, *item.texts, *(call.arguments for call in item.calls)]))
 
 
-async def play(program: Sequence[Sequence[Move]], seed: int) -> Play:
+async def play(program: Sequence[Sequence[Move]], seed: int) -> None:
     oracle, store = Oracle(RENDERING, seed), MemoryTraceStore()
     async with asyncio.timeout(60), listening(oracle, store) as client:
         played = Play(await client.open(), store, oracle)
         await played.play(program)
-    return played
+    played.check_matches()
 
 
 @pytest.mark.timeout(600)  # for shrinking
@@ -250,4 +301,4 @@ async def test_every_branch_is_what_the_engine_was_sent_and_returned(program: li
 @given(st.lists(ROUNDS, min_size=20, max_size=40), st.integers(0, 2**16))
 @settings(max_examples=NUM_LONG, deadline=None, phases=PHASES, suppress_health_check=UNCHECKED)
 async def test_in_long_sessions_a_turn_goes_on_from_what_was_echoed(program: list[list[Move]], seed: int) -> None:
-    (await play(program, seed)).check_matches()
+    await play(program, seed)

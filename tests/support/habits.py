@@ -132,7 +132,7 @@ def _joined(entry: Entry, protocol: Protocol, chance: random.Random) -> Entry:
 
 def _with_other_ids(history: History, protocol: Protocol, chance: random.Random) -> History:
     """The ids of one reply's calls, and those of their results, dropped or replaced alike."""
-    callers = [i for i, entry in enumerate(history) if entry.sent.calls]
+    callers = [i for i, entry in enumerate(history) if any(call.id for call in entry.sent.calls)]
     if not callers:
         return history
     i = chance.choice(callers)
@@ -166,13 +166,16 @@ WHOLE_HABITS = ("results_reordered", "header_changed")
 
 
 def reordered(history: Sequence[Entry], chance: random.Random) -> list[Entry]:
-    """`history` with the results of parallel calls that were answered already in another order."""
+    """`history` with the results of parallel calls that were answered already in another order.
+
+    Results without ids answer by their place.
+    """
     ordered = list(history)
     last_reply = max((i for i, entry in enumerate(history) if entry.said.role == "assistant"), default=0)
     start = 0
     while start < last_reply:
         end = start
-        while end < last_reply and history[end].sent.role == "tool" and history[end].sent == history[end].said:
+        while end < last_reply and history[end].sent.role == "tool" and history[end].sent.answers:
             end += 1
         if end - start > 1:
             run = ordered[start:end]

@@ -17,7 +17,15 @@ from stenograph.errors import EngineError
 from stenograph.rendering import Rendering
 from stenograph.types import Ids, Logprobs, Reply, ToolCall
 
-TEXTS = ["{}", "{} done", "  {}\n", "{}\nand then\n\n  more é🙂", "```\n{}\n```\n\nfirst\nsecond", '{} "quoted" \\n']
+TEXTS = [
+    "{}",
+    "{} done",
+    "  {}\n",
+    "{} is what there is to say, at length",
+    "{}\nand then\n\n  more é🙂",
+    "```\n{}\n```\n\nfirst\nsecond",
+    '{} "quoted" \\n',
+]
 # What is no object is malformed: clients can do nothing with it.
 ARGUMENTS = [
     "{{}}",

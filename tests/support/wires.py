@@ -50,9 +50,9 @@ def write(protocol: Protocol, head: Head, items: Sequence[Item], chance: random.
     )
 
 
-def read(protocol: Protocol, body: bytes) -> list[Item]:
+def read(protocol: Protocol, body: dict[str, Any]) -> list[Item]:
     """The replies of an answer, one a choice."""
-    return {"chat": _read_chat, "messages": _read_messages, "responses": _read_responses}[protocol](json.loads(body))
+    return {"chat": _read_chat, "messages": _read_messages, "responses": _read_responses}[protocol](body)
 
 
 PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}}
