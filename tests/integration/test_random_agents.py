@@ -8,7 +8,7 @@ import os
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from typing import get_args
@@ -37,7 +37,7 @@ CAUSES = set(get_args(Cause)) - {"unknown"}
 PROTOCOLS: tuple[Protocol, ...] = tuple(PATHS)
 
 
-NUM_LONG = int(os.environ.get("STENO_RANDOM_SESSIONS", "100"))
+NUM_LONG = int(os.environ.get("STENO_RANDOM_SESSIONS", "80"))  # some two minutes
 PHASES = (Phase.generate, Phase.shrink)
 UNCHECKED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
@@ -51,7 +51,7 @@ class Move:
     seed: int
 
 
-AGENTS = st.sampled_from([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 7])
+AGENTS = st.sampled_from([0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 3, 4])  # one does the most, for its habits to meet
 MOVES = st.builds(Move, AGENTS, st.sampled_from(CHANGES), st.integers(0, 2**16))
 ROUNDS = st.lists(MOVES, min_size=1, max_size=3)  # moves at the same time
 
@@ -63,20 +63,22 @@ class Play:
     session: Session
     store: MemoryTraceStore
     oracle: Oracle
+    seed: int
     book: Book = field(default_factory=Book)
     agents: list[Agent] = field(default_factory=list)
     num_failed: int = 0
 
     async def play(self, program: Sequence[Sequence[Move]]) -> None:
-        self.agents += [Agent.new(protocol, self.book) for protocol in PROTOCOLS]
+        chance = random.Random(self.seed)
+        self.agents += [Agent.new(protocol, self.book) for protocol in chance.sample(PROTOCOLS, len(PROTOCOLS))]
         for moves in program:
             asked = []
             for move in moves:
                 agent = self.agents[move.agent % len(self.agents)]
                 asked += agent.ask(move.change, random.Random(move.seed))
             answers = await asyncio.gather(*(self._send(one) for one in asked))
-            for one, replies in zip(asked, answers, strict=True):
-                self._adopt(one, replies)
+            for one, replies in chance.sample(list(zip(asked, answers, strict=True)), len(asked)):
+                self._adopt(one, replies, chance)
             self.check()
         await self.session.client.json("POST", f"/sessions/{self.session.id}/seal", {})
         status, _, body = await self.session.ask(b'{"messages": [{"role": "user", "content": "late"}]}')
@@ -123,10 +125,10 @@ class Play:
             )
         return None
 
-    def _adopt(self, asked: Asked, replies: list[Item]) -> None:
+    def _adopt(self, asked: Asked, replies: list[Item], chance: random.Random) -> None:
         self.book.turns |= {reply.turn: Told(asked, reply) for reply in replies}
         if replies:
-            asked.agent.adopt(asked, replies[-1])
+            asked.agent.adopt(asked, chance.choice(replies))
             if asked.agent not in self.agents:
                 self.agents.append(asked.agent)
 
@@ -175,14 +177,15 @@ class Play:
         prompt, echoed = generations[turn.id].prompt, self._echoed(asked, end) if end else []
         paths = [generations[name].path for name in echoed]
         extends = any(np.array_equal(prompt[: len(path)], path) for path in paths)
-        is_first = extends and not self._is_rewound(asked, end)  # nobody else goes on from there
-        assert len(causes) == 1 if is_lost and not is_first else len(causes) <= 1
+        if is_lost and not (extends and self._is_first(asked, end, whole)):
+            assert len(causes) == 1
+        assert len(causes) <= 1
         if causes and asked.cause and is_named(asked) and (extends or end == 0):
             assert causes == [asked.cause]
         if end == 0 or is_lost:
             return
         if extends:
-            assert not causes or self._is_rewound(asked, end)
+            assert not causes or not self._is_first(asked, end, plain)
             assert set(causes) <= {"message_changed"}
             assert asked.first <= set(turn.accepted) <= self.book.differences(asked)
             assert ("header_changed" in turn.accepted) == (asked.header != self._header(turn.id))
@@ -207,11 +210,12 @@ class Play:
             alike = [other for other in self.book.turns.values() if looks(other) == looks(told)]
         return [f"turn_{one.reply.turn}" for one in alike]
 
-    def _is_rewound(self, asked: Asked, end: int) -> bool:
-        """Whether the reply was gone on from in another way before."""
+    def _is_first(self, asked: Asked, end: int, seen: Callable[[Item], Item]) -> bool:
+        """Whether nobody went on before from the reply, where messages are told apart by what is `seen` of them."""
         told = (self._told(turn).asked for turn in self.store.tree(self.session.id).turns)
         before = takewhile(lambda other: other.said != asked.said, told)
-        return any(other.said[:end] == asked.said[:end] for other in before)
+        known = list(map(seen, asked.said[:end]))
+        return not any(list(map(seen, other.said[:end])) == known for other in before if other.head == asked.head)
 
     def _told(self, turn: str) -> Told:
         return self.book.turns[turn.removeprefix("turn_")]
@@ -248,13 +252,18 @@ def is_named(asked: Asked) -> bool:
     return not replies or replies[-1].shows_turn(asked.agent.protocol)
 
 
+def whole(item: Item) -> Item:
+    return item
+
+
+def plain(item: Item) -> Item:
+    """A message without ids."""
+    calls = tuple(replace(call, id="") for call in item.calls)
+    return replace(item, calls=calls, answers="", turn="", signature="")
+
+
 def looks(told: Told) -> object:
     """A conversation and its reply without their ids."""
-
-    def plain(item: Item) -> Item:
-        calls = tuple(replace(call, id="") for call in item.calls)
-        return replace(item, calls=calls, answers="", turn="", signature="")
-
     return told.asked.head, [plain(item) for item in told.asked.said], plain(told.reply)
 
 
@@ -284,20 +293,20 @@ def words(item: Item) -> list[str]:
 async def play(program: Sequence[Sequence[Move]], seed: int) -> None:
     oracle, store = Oracle(RENDERING, seed), MemoryTraceStore()
     async with asyncio.timeout(60), listening(oracle, store) as client:
-        played = Play(await client.open(), store, oracle)
+        played = Play(await client.open(), store, oracle, seed)
         await played.play(program)
     played.check_matches()
 
 
 @pytest.mark.timeout(600)  # for shrinking
-@given(st.lists(ROUNDS, min_size=1, max_size=12), st.integers(0, 2**16))
-@settings(max_examples=35, deadline=None, derandomize=True, phases=PHASES, suppress_health_check=UNCHECKED)
+@given(st.lists(ROUNDS, min_size=6, max_size=16), st.integers(0, 2**16))
+@settings(max_examples=50, deadline=None, derandomize=True, phases=PHASES, suppress_health_check=UNCHECKED)
 async def test_every_branch_is_what_the_engine_was_sent_and_returned(program: list[list[Move]], seed: int) -> None:
     await play(program, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(600 + 20 * NUM_LONG)
 @given(st.lists(ROUNDS, min_size=20, max_size=40), st.integers(0, 2**16))
 @settings(max_examples=NUM_LONG, deadline=None, phases=PHASES, suppress_health_check=UNCHECKED)
 async def test_in_long_sessions_a_turn_goes_on_from_what_was_echoed(program: list[list[Move]], seed: int) -> None:

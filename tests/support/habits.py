@@ -65,8 +65,14 @@ def _respelled(entry: Entry, protocol: Protocol, chance: random.Random) -> Entry
     calls = tuple(map(respell, entry.sent.calls))
     if calls == entry.sent.calls:
         return entry
-    if protocol == "messages" and not any(_differ(a, b) for a, b in zip(calls, entry.sent.calls, strict=True)):
-        return replace(entry, sent=replace(entry.sent, calls=calls))  # the protocol carries objects, not their spelling
+    respelled = [
+        (call, before)
+        for call, before, said in zip(calls, entry.sent.calls, entry.said.calls, strict=True)
+        if call != before and not is_malformed(said.arguments)  # those were mended, in whatever spelling
+    ]
+    # The protocol of messages carries objects, not their spelling.
+    if not any(protocol != "messages" or _differ(*pair) for pair in respelled):
+        return replace(entry, sent=replace(entry.sent, calls=calls))
     return entry.changed("arguments_respelled", calls=calls)
 
 
@@ -135,7 +141,7 @@ def _with_other_ids(history: History, protocol: Protocol, chance: random.Random)
     callers = [i for i, entry in enumerate(history) if any(call.id for call in entry.sent.calls)]
     if not callers:
         return history
-    i = chance.choice(callers)
+    i = callers[-1] if chance.random() < 0.5 else chance.choice(callers)
     drops = protocol == "chat" and chance.random() < 0.3
     made = [f"{chance.choice(['call', 'toolu', 'functions.f:'])}_{chance.getrandbits(40):x}" for _ in range(3)]
     old = [call.id for call in history[i].sent.calls]
