@@ -177,7 +177,9 @@ class Play:
         prompt, echoed = generations[turn.id].prompt, self._echoed(asked, end) if end else []
         paths = [generations[name].path for name in echoed]
         extends = any(np.array_equal(prompt[: len(path)], path) for path in paths)
-        if is_lost and not (extends and self._is_first(asked, end, whole)):
+        # Of equal replies without ids, another may be the one that was gone on from.
+        is_sure = not extends or asked.history[end - 1].shows_turn(asked.agent.protocol)
+        if is_lost and is_sure and not (extends and self._is_first(asked, end, whole)):
             assert len(causes) == 1
         assert len(causes) <= 1
         if causes and asked.cause and is_named(asked) and (extends or end == 0):
@@ -299,8 +301,8 @@ async def play(program: Sequence[Sequence[Move]], seed: int) -> None:
 
 
 @pytest.mark.timeout(600)  # for shrinking
-@given(st.lists(ROUNDS, min_size=6, max_size=16), st.integers(0, 2**16))
-@settings(max_examples=50, deadline=None, derandomize=True, phases=PHASES, suppress_health_check=UNCHECKED)
+@given(st.lists(ROUNDS, min_size=15, max_size=30), st.integers(0, 2**16))
+@settings(max_examples=30, deadline=None, derandomize=True, phases=PHASES, suppress_health_check=UNCHECKED)
 async def test_every_branch_is_what_the_engine_was_sent_and_returned(program: list[list[Move]], seed: int) -> None:
     await play(program, seed)
 
