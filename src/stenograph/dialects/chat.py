@@ -193,17 +193,17 @@ def _message(fields: Fields) -> Message:
 
 
 def _text(fields: Fields) -> Joined:
-    return read_text(fields.values.get("content"), f"{fields.path}content", _PARTS, _REFUSED)
+    return Joined.of(read_texts(fields.values.get("content"), f"{fields.path}content", _PARTS, _REFUSED))
 
 
 _PARTS = {"text": "text", "refusal": "refusal"}
 _REFUSED = 'must be "text", got {}; images and audio are not supported'
 
 
-def read_text(content: Any, path: str, parts: Mapping[str, str], refused: str) -> Joined:
-    """A text, or parts of one joined: `parts` says by type where theirs stands, `refused` what others are told."""
+def read_texts(content: Any, path: str, parts: Mapping[str, str], refused: str) -> list[str]:
+    """A text, or the parts of one: `parts` says by type where theirs stands, `refused` what others are told."""
     if content is None or isinstance(content, str):
-        return Joined(content or "")
+        return [content or ""]
     texts = []
     for i, part in enumerate(typed(content, list, path, "a text or a list of parts")):
         kind = typed(part, dict, f"{path}[{i}]", "an object").get("type")
@@ -211,7 +211,7 @@ def read_text(content: Any, path: str, parts: Mapping[str, str], refused: str) -
         if key is None:
             raise invalid(f"{path}[{i}].type", refused.format(shown(kind)))
         texts.append(typed(part.get(key), str, f"{path}[{i}].{key}", "a text"))
-    return Joined.of(texts)
+    return texts
 
 
 def _tool_calls(fields: Fields) -> list[ToolCall]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import orjson
 
-from stenograph.dialects.chat import ROLES, read_text
+from stenograph.dialects.chat import ROLES, read_texts
 from stenograph.dialects.fields import Fields, Joined, invalid, shown, typed
 from stenograph.dialects.minted import turn_id, unseal
 from stenograph.types import Message, Role, Tool, ToolCall
@@ -168,7 +168,7 @@ class _Said:
 
     stage: Stage
     turn: str | None
-    text: str = ""
+    texts: tuple[str, ...] = ()
     call: ToolCall | None = None
     is_referred: bool = False
 
@@ -211,12 +211,12 @@ def read_input(fields: Fields) -> Input:
 
 
 def _assistant(*parts: _Said) -> Message:
-    content = Joined.of([part.text for part in parts if part.stage in ("thought", "content")])
+    content = Joined.of([text for part in parts if part.stage in ("thought", "content") for text in part.texts])
     return Message(
         role="assistant",
         content=content.text,
         joints=content.joints,
-        reasoning="".join(part.text for part in parts if part.stage == "reasoning"),
+        reasoning="".join(text for part in parts if part.stage == "reasoning" for text in part.texts),
         tool_calls=tuple(part.call for part in parts if part.call is not None),
         turn=next((turn_id(part.turn) for part in parts if part.turn), None),
     )
@@ -280,7 +280,7 @@ def _read_item(item: Fields) -> _Item:
         case "local_shell_call":
             return _called(item, "local_shell", _dumped(item, "action"))
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-            output = _text(item.values.get("output"), f"{item.path}output")
+            output = Joined.of(_texts(item.values.get("output"), f"{item.path}output"))
             id = _called_id(item)[0] or item.text("id")
             return Message("tool", output.text, tool_call_id=id, joints=output.joints)
         case "additional_tools":
@@ -316,10 +316,11 @@ def _read_message(item: Fields) -> Message | _Said:
     if role is None:
         told = f"must be one of {', '.join(_ROLES)}, got {shown(item.values.get('role'))}"
         raise invalid(f"{item.path}role", told)
-    content = _text(item.values.get("content"), f"{item.path}content")
+    texts = _texts(item.values.get("content"), f"{item.path}content")
+    content = Joined.of(texts)
     if role != "assistant":
         return Message(role, content.text, joints=content.joints)
-    return _Said("thought" if _THOUGHT.fullmatch(content.text) else "content", _turn(item), content.text)
+    return _Said("thought" if _THOUGHT.fullmatch(content.text) else "content", _turn(item), tuple(texts))
 
 
 def _read_reasoning(item: Fields) -> _Said | _LeftOut:
@@ -328,7 +329,7 @@ def _read_reasoning(item: Fields) -> _Said | _LeftOut:
     text = "".join(texts) or (sealed.reasoning if sealed else "")
     if not text:
         return _LeftOut(_left_out("reasoning"))
-    return _Said("reasoning", _turn(item) or (sealed.turn if sealed else None), text)
+    return _Said("reasoning", _turn(item) or (sealed.turn if sealed else None), (text,))
 
 
 def _called(item: Fields, name: str, arguments: str) -> _Said:
@@ -336,8 +337,8 @@ def _called(item: Fields, name: str, arguments: str) -> _Said:
     return _Said("call", _turn(item), call=call)
 
 
-def _text(content: Any, path: str) -> Joined:
-    return read_text(content, path, _PARTS, _REFUSED)
+def _texts(content: Any, path: str) -> list[str]:
+    return read_texts(content, path, _PARTS, _REFUSED)
 
 
 def _dumped(item: Fields, name: str) -> str:

@@ -163,14 +163,11 @@ def _other(tree: TraceTree, turn: Turn, allowed: Collection[str]) -> tuple[str |
         others = [child for child in node.children if child.label != label][-_MOST_COMPARED:]
         if not others:
             continue
-        if node is tree.told.root:  # of conversations with other tools, one that begins with the same message
-            alike = [child for child in others if child.child(labels[1]) is not None]
-        else:
-            index = start + depth - (1 if before is None else 0)
-            asked = turn.messages[index - start]
-            alike = [
-                child for child in others if _is_same(tree.message(tree.first_below(child), index), asked, allowed)
-            ]
+        index = start + depth - (1 if before is None else 0)
+        if index < start:  # other tools: of the conversations with them, one that begins with the same message
+            index, others = start, [child for other in others for child in other.children][-_MOST_COMPARED:]
+        asked = turn.messages[index - start]
+        alike = [child for child in others if _is_same(tree.message(tree.first_below(child), index), asked, allowed)]
         return tree.last_below((alike or others)[-1]), start
     return None, 0
 

@@ -263,3 +263,12 @@ def test_tools_of_the_same_names_show_what_differs() -> None:
     session.ask([user("a"), said("b"), user("c")], reply("d"), tools=(Tool("f", "does b", {}), Tool("g", "", {})))
     drift = session.drift()
     assert (drift.cause, drift.before, drift.after) == ("tools_changed", "f: does a {}", "f: does b {}")
+
+
+def test_other_tools_beside_an_accepted_header() -> None:
+    session = Recording()
+    one, other = ((Tool(name, "", {}),) for name in ("f", "g"))
+    session.ask([Message("system", HEADER.format("a")), user("a")], reply("b"), tools=one)
+    session.ask([Message("system", "Name it."), user("x")], reply("title"), tools=one)
+    session.ask([Message("system", HEADER.format("b")), user("c")], reply("d"), tools=other)
+    assert [drift.cause for drift in session.store.drift("s")] == ["system_changed", "tools_changed"]

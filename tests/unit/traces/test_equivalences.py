@@ -86,6 +86,9 @@ def test_differences_are_accepted_together() -> None:
     came = Message("assistant", "", "", (ToolCall("x", "f", '{"a":1}'),))
     names = ("ids_changed", "arguments_respelled", "reasoning_dropped", "whitespace_dropped")
     assert accept(recorded, came) == names
+    split = Message("assistant", "<think>\nwhy\nso\n</think>\n\nonetwo", joints=(28,))
+    assert split.content[28:] == "two"
+    assert accept(said("one\ntwo", "why\nso"), split) == ("reasoning_in_content", "blocks_joined")
 
 
 REFUSED = [
