@@ -59,6 +59,7 @@ async def listening(
     engine: Engine | Sequence[Line],
     store: TraceStore | None = None,
     select: Mapping[str, Any] | None = None,
+    family: Rendering | None = None,
     **settings: Any,
 ) -> AsyncIterator[Client]:
     """A gateway and a client of it; `settings` are those of [gateway], `select` is the section of that name.
@@ -74,7 +75,7 @@ async def listening(
     config = Config.model_validate(
         {"engine": engine_settings, "gateway": {"port": 0, **settings}, "select": select or {}}
     )
-    gateway = Gateway(config, served, rendering(), store or MemoryTraceStore(), "admin", "model")
+    gateway = Gateway(config, served, family or rendering(), store or MemoryTraceStore(), "admin", "model")
     await gateway.start()
     try:
         async with aiohttp.ClientSession() as http:
@@ -111,6 +112,19 @@ class Client:
             method, self.gateway.url + path, data=body and BytesIO(body), headers=headers
         ) as answer:
             return answer.status, answer.headers, await answer.read()
+
+    async def hear(
+        self, method: str, path: str, body: bytes | None, headers: Sequence[tuple[str, str]]
+    ) -> tuple[int, bytes, bool]:
+        """Status, what arrived of the body, and whether that is all of it. No header is added, and no key."""
+        arrived = b""
+        async with self._http.request(method, self.gateway.url + path, data=body, headers=headers) as answer:
+            try:
+                async for piece in answer.content.iter_any():
+                    arrived += piece
+            except aiohttp.ClientPayloadError:
+                return answer.status, arrived, False
+            return answer.status, arrived, True
 
 
 @dataclass(frozen=True, slots=True)

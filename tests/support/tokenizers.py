@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -76,6 +77,22 @@ def template(text: str, folder: Path, **options: object) -> Rendering:
 def example(**options: object) -> Rendering:
     """The example's template over the built-in tokenizer."""
     return load_rendering(ModelConfig.model_validate({"chat_template": EXAMPLE_TEMPLATE, **options}))
+
+
+def any_arguments(folder: Path) -> Rendering:
+    """The example's template for a model whose calls hold whatever stands where their arguments belong."""
+    call = {
+        "open_pattern": r'<tool_call>\n\{"name": "(?P<name>\w+)", "arguments": ',
+        "close": "}\n</tool_call>",
+        "content": "text",
+        "content_args": {"strip": False},
+        "repeats": True,
+        "transform": {"name": "{name}", "arguments": "{content}"},
+    }
+    fields = {"content": {"content": "text"}, "tool_calls": call}
+    file = folder / "response_schema.json"
+    file.write_text(json.dumps({"start_anchor": "<|im_start|>assistant\n", "fields": fields}))
+    return example(response_schema=file)
 
 
 _VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
