@@ -1,6 +1,9 @@
 """What real clients sent, replayed: each request is answered in its protocol, and none forks that changed nothing.
 
-`tests/traffic` holds what was on the wire and, written by hand from it, what has to become of each request.
+`tests/traffic` holds what was on the wire and, written by hand from it, what has to become of each request: its role
+and how the evidence for it begins, the request whose turn it goes on from (`parent`), whether it `extends` that turn's
+ids, which differences are `accepted`, the cause of its `fork` where it is one, or that it `fails`. `why` says what in
+the bytes decides it.
 """
 
 from __future__ import annotations
