@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -21,20 +21,25 @@ Decode = Callable[[list[int]], str]
 
 def overview(run: Path) -> tuple[dict[str, Any], RenderableType]:
     """The run's state and its steps."""
-    steps = read_rows(run, "metrics.jsonl")
     rollouts = read_rows(run, "rollouts.jsonl")
+    steps = read_rows(run, "metrics.jsonl") if (run / "metrics.jsonl").exists() else []  # none, where the first failed
     summary = _read_json(run / "summary.json")
-    data = {"summary": summary, "steps": steps, "num_rollouts": len(rollouts)}
+    shown = ("session", "task_id", "reward", "status", "num_turns", "error")
+    last = [{name: row.get(name) for name in shown} for row in rollouts[-8:]]
+    data = {"summary": summary, "steps": steps, "num_rollouts": len(rollouts), "last_rollouts": last}
     table = Table("step", "reward", "rollouts", "tokens", "loss", "grad norm", "Δlogp p99", "seconds")
     for row in steps:
         names = ("step", "reward_mean", "num_rollouts", "num_tokens", "loss", "grad_norm", "logprob_difference_p99")
         table.add_row(*(_shown(row.get(name)) for name in names), _shown(row.get("seconds")))
-    sessions = Table("session", "task", "reward", "status", "turns", title="last rollouts")
-    for row in rollouts[-8:]:
+    sessions = Table(Column("session", overflow="fold"), "task", "reward", "status", "turns", title="last rollouts")
+    for row in last:
         cells = (row["session"], row["task_id"], _shown(row["reward"]), row["status"], str(row["num_turns"]))
         sessions.add_row(*cells)
+    errors = Counter(row["error"] for row in last if row["error"])
+    told = [Text(f"{count} of them: {error}") for error, count in errors.most_common(3)]
     state = summary.get("status", "running, or killed before its summary was written")
-    return data, Group(Text(f"{run}: {state}"), table, sessions)
+    state += f": {summary['error']}" if summary.get("error") else ""
+    return data, Group(Text(f"{run}: {state}"), table, sessions, *told)
 
 
 def session(run: Path, name: str) -> tuple[list[dict[str, Any]], RenderableType]:
@@ -89,20 +94,26 @@ def drift(run: Path) -> tuple[dict[str, Any], RenderableType]:
     for row in rows:
         accepted.update(row["accepted"])
     counts = Counter(record["cause"] for record in records)
-    table = Table("cause", "forks", "tokens rendered again", "first: session", "message", "before", "after", "setting")
-    causes = {}
+    causes, shown = {}, []
     for cause, count in counts.most_common():
         of_cause = [record for record in records if record["cause"] == cause]
         first, rerendered = of_cause[0], sum(record["rerendered"] for record in of_cause)
         causes[cause] = {"forks": count, "rerendered": rerendered, "first": first}
-        where = " ".join(str(first[name]) for name in ("message", "role", "field") if first[name] is not None)
-        told = (first["session"], where, *_around(first), first["setting"] or "")
-        table.add_row(cause, str(count), str(rerendered), *(Text(cell) for cell in told))
-    names = Table("accepted difference", "turns")
-    for name, count in accepted.most_common():
-        names.add_row(name, str(count))
-    shown = (table if records else Text("no forks"), names if accepted else Text("no accepted differences"))
+        shown.append(Text(f"{cause}: {count} forks, {rerendered} tokens rendered again", style="bold"))
+        shown += map(Text, _first(first))
+    shown += [] if shown else [Text("no forks")]
+    shown += [Text(f"accepted on {count} turns: {name}") for name, count in accepted.most_common()]
     return {"causes": causes, "accepted": dict(accepted), "records": records}, Group(*shown)
+
+
+def _first(record: dict[str, Any]) -> list[str]:
+    """An example of a fork, in lines."""
+    where = [f"{name} {record[name]}" for name in ("message", "role", "field") if record[name] is not None]
+    lines = [f"  first in session {record['session']}: {', '.join(where) or 'at its beginning'}"]
+    if record["field"] is not None:
+        before, after = _around(record)
+        lines += [f"    before {before}", f"    after  {after}"]
+    return lines + ([f"    accepted with {record['setting']}"] if record["setting"] else [])
 
 
 def _around(record: dict[str, Any]) -> list[str]:
@@ -132,9 +143,17 @@ def ledger(run: Path) -> tuple[dict[str, Any], RenderableType]:
 
 
 def _session_rows(run: Path, name: str) -> list[dict[str, Any]]:
-    rows = [row for row in read_rows(run, "sessions.jsonl") if row["session"] == name]
+    """The branches of a session, by its id or the beginning of it."""
+    rows = [row for row in read_rows(run, "sessions.jsonl") if row["session"].startswith(name)]
+    names = sorted({row["session"] for row in rows})
+    if len(names) > 1:
+        raise ConfigError(f"--session {name}: {len(names)} sessions begin so; give more of the id")
     if not rows:
-        raise ConfigError(f"--session {name}: no such session in {run}; `steno inspect {run}` lists some")
+        known = any(row["session"] == name for row in read_rows(run, "rollouts.jsonl"))
+        told = (
+            "no branch of it was selected ([select])" if known else f"no such session; `steno inspect {run}` lists some"
+        )
+        raise ConfigError(f"--session {name}: {told}")
     return rows
 
 

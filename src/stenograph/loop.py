@@ -118,6 +118,8 @@ class Loop:
         judged = {rollout.session for rollout in batch.rollouts if rollout.reward is not None}
         samples = [sample for sample in recorded if sample.session in judged]
         if not samples:
+            self._settle(batch.rollouts, applied=False)
+            self._account(batch)
             raise StenographError(f"step {batch.step + 1}: nothing to train on; {self._why_nothing(batch.rollouts)}")
         self.watcher.phase("training")
         shared = self.config.engine.kind == "local" and self.config.engine.weights == "shared"
@@ -160,15 +162,22 @@ class Loop:
         if arrays:
             self.run.write_arrays(f"tokens/step-{step:06d}.npz", arrays)
 
-    def _record(self, batch: Batch, report: StepReport, seconds: float) -> None:
-        """Write the step down, and check that its tokens are accounted for."""
+    def _account(self, batch: Batch) -> Ledger:
+        """Write the step's rollouts down, and check that their tokens are accounted for."""
         sessions = [rollout.session for rollout in batch.rollouts if rollout.session]
         ledgers = {session: self.store.ledger(session) for session in sessions}
         self.run.append("rollouts.jsonl", (self._rollout_row(batch.step, r, ledgers) for r in batch.rollouts))
         astray = [name for name, held in ledgers.items() if not held.balanced or held.in_flight]
         if astray:
             raise TraceError(f"step {batch.step + 1}: tokens are not accounted for in sessions {', '.join(astray)}")
-        self.ledger = _sum([self.ledger, *ledgers.values()])
+        held = _sum(list(ledgers.values()))
+        self.ledger = _sum([self.ledger, held])
+        return held
+
+    def _record(self, batch: Batch, report: StepReport, seconds: float) -> None:
+        """Write the step down."""
+        held = self._account(batch)
+        sessions = [rollout.session for rollout in batch.rollouts if rollout.session]
         row = {
             "step": batch.step + 1,
             "policy_version": self.version,
@@ -176,7 +185,7 @@ class Loop:
             **asdict(report),
             "num_rollouts": len(batch.rollouts),
             "status": dict(Counter(rollout.status for rollout in batch.rollouts)),
-            "num_sampled_tokens": sum(held.sampled for held in ledgers.values()),
+            "num_sampled_tokens": held.sampled,
             "notes": self._counts("notes", sessions),
             "accepted": self._counts("accepted", sessions),
             "forks": dict(Counter(record.cause for session in sessions for record in self.store.drift(session))),

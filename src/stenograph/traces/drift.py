@@ -32,7 +32,7 @@ Cause = Literal[
 _CONTEXT_CHARS = 40  # of a text before its first difference
 _SHOWN_CHARS = 160
 _SUMMARY_CHARS = 32  # a reply of fewer is no summary that would be known again
-_MOST_COMPARED = 64  # branches that part in one place
+_MOST_BRANCHES = 64  # branches that part in one place
 _RECENT_TURNS = 64  # among which the summary is looked for
 
 
@@ -160,12 +160,12 @@ def _other(tree: TraceTree, turn: Turn, allowed: Collection[str]) -> tuple[str |
         labels, at, start = conversation_labels(Conversation(turn.messages, turn.tools)), tree.told.root, 0
     path = tree.told.search(labels, at=at).nodes
     for depth, (node, label) in reversed(list(enumerate(zip(path, labels, strict=False)))):
-        others = [child for child in node.children if child.label != label][-_MOST_COMPARED:]
+        others = [child for child in node.children if child.label != label][-_MOST_BRANCHES:]
         if not others:
             continue
         index = start + depth - (1 if before is None else 0)
         if index < start:  # other tools: of the conversations with them, one that begins with the same message
-            index, others = start, [child for other in others for child in other.children][-_MOST_COMPARED:]
+            index, others = start, [child for other in others for child in other.children][-_MOST_BRANCHES:]
         asked = turn.messages[index - start]
         alike = [child for child in others if _is_same(tree.message(tree.first_below(child), index), asked, allowed)]
         return tree.last_below((alike or others)[-1]), start
@@ -188,7 +188,7 @@ def _between(
     if results_reordered.__name__ not in allowed and _results(said, index) == _results(asked, index) != []:
         off.append(results_reordered.__name__)
     if off:
-        cause = _CAUSES.get(off[0], "message_changed")
+        cause = _CAUSES.get(off[0], cause)
     setting = ", ".join(f"matching.{name}" for name in off) or None
     return _Difference(cause, index, after.role, field, old, new, setting)
 
@@ -204,6 +204,7 @@ _CAUSES: dict[str, Cause] = {
     "reasoning_in_content": "reasoning_stripped",
     "arguments_respelled": "arguments_changed",
     "arguments_mended": "arguments_changed",
+    "results_reordered": "message_changed",
 }
 
 

@@ -31,6 +31,7 @@ class _Session:
     drift: list[Drift] = field(default_factory=list)
     settled: dict[str, list[tuple[Disposition, int]]] = field(default_factory=dict)  # by turn: tokens that ended so
     dropped: Counter[str] = field(default_factory=Counter)  # tokens in no turn, by reason
+    num_sampled: int = 0  # counted as they come, so that what is lost on the way shows
 
 
 class MemoryTraceStore:
@@ -78,6 +79,7 @@ class MemoryTraceStore:
             if held.state == "sealed":
                 raise TraceError(f"session {session} is sealed; nothing can be recorded any more")
             forks = held.tree.add_siblings(turns, parent)
+            held.num_sampled += sum(len(turn.output_ids) for turn in turns)
             forked = [(turn, at) for turn, at in zip(turns, forks, strict=True) if at is not None]
             held.drift += [explain(held.tree, turn, at, self._allowed) for turn, at in forked]
 
@@ -89,7 +91,9 @@ class MemoryTraceStore:
 
     def drop(self, session: str, reason: str, num_tokens: int) -> None:
         with self._lock:
-            self._held(session).dropped[reason] += num_tokens
+            held = self._held(session)
+            held.dropped[reason] += num_tokens
+            held.num_sampled += num_tokens
 
     def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
         with self._lock:
@@ -109,10 +113,8 @@ class MemoryTraceStore:
             trained = in_flight = 0
             masked: Counter[str] = Counter()
             dropped = Counter(held.dropped)
-            sampled = dropped.total()
             for turn in held.tree.turns.values():
                 num_tokens = len(turn.output_ids)
-                sampled += num_tokens
                 if (reason := mask_reason(turn.sampling)) is not None:
                     masked[reason] += num_tokens
                     continue
@@ -123,7 +125,7 @@ class MemoryTraceStore:
                         trained += num_ended
                     else:
                         dropped[disposition.reason or "unknown"] += num_ended
-            return Ledger(sampled, trained, dict(+masked), dict(+dropped), in_flight)  # + leaves zeros out
+            return Ledger(held.num_sampled, trained, dict(+masked), dict(+dropped), in_flight)  # + leaves zeros out
 
     def drift(self, session: str) -> list[Drift]:
         with self._lock:

@@ -48,8 +48,8 @@ def selected(tree: TraceTree, select: SelectConfig) -> Selection:
 
     - `unadopted`: siblings answered one request, and the agent went on from another of them. Where it went on from
       none, all are kept: so many samples of the last call.
-    - `role`: a branch ends at its last turn of a role in `select.roles`. A compaction is left out so, and the
-      conversation that it sums up is not. Turns of other roles before the end are part of the branch.
+    - `role`: a turn of another role than those in `select.roles` is not trained, and a branch ends at its last turn
+      that is. A compaction is left out so, and the conversation that it sums up is not.
     - `overlong`: a branch of more than `select.max_tokens` tokens is left out, or cut there.
     """
     continued = _continued(tree)
@@ -74,7 +74,9 @@ def selected(tree: TraceTree, select: SelectConfig) -> Selection:
         chosen = [replace(branch, trains=frozenset(branch.turns)) for branch in chosen]
     else:
         chosen = _claimed(tree, chosen, continued)
-    return Selection(tuple(chosen), _dropped(tree, chosen, reasons))
+    others = {turn for branch in chosen for turn in branch.turns if tree.turn(turn).role not in select.roles}
+    chosen = [replace(branch, trains=branch.trains - others) for branch in chosen]
+    return Selection(tuple(chosen), _dropped(tree, chosen, reasons, others))
 
 
 def _continued(tree: TraceTree) -> set[str]:
@@ -111,12 +113,15 @@ def _note(reasons: dict[str, DropReason], turns: Iterable[str], reason: DropReas
         reasons.setdefault(turn, reason)
 
 
-def _dropped(tree: TraceTree, branches: Sequence[Branch], reasons: Mapping[str, DropReason]) -> dict[str, Dropped]:
-    """What is in none of `branches`: turns that none holds, and the ends of those that were cut."""
+def _dropped(
+    tree: TraceTree, branches: Sequence[Branch], reasons: Mapping[str, DropReason], others: Collection[str]
+) -> dict[str, Dropped]:
+    """What none of `branches` trains: turns that none holds or that are of `others`, and the ends of those cut."""
     held = {turn for branch in branches for turn in branch.turns}
     dropped = {
         turn: Dropped(len(tree.turn(turn).output_ids), reason) for turn, reason in reasons.items() if turn not in held
     }
+    dropped |= {turn: Dropped(len(tree.turn(turn).output_ids), "role") for turn in others}
     for branch in branches:
         if (num_cut := tree.node(branch.turns[-1]).end - branch.length) > 0:
             dropped[branch.turns[-1]] = Dropped(num_cut, "overlong")

@@ -14,7 +14,7 @@ from stenograph.errors import TraceError
 from stenograph.traces.digests import message_digests, tools_digest
 from stenograph.traces.tree import Node as ToldNode
 from stenograph.traces.tree import PrefixTree
-from stenograph.types import Conversation, Ids, Message, Turn
+from stenograph.types import Ids, Message, Turn
 
 TurnState = Literal["committed", "delivered", "undelivered"]
 AnyNode = TypeVar("AnyNode", bound="Node")
@@ -55,7 +55,7 @@ class Output(Node):
 
 
 class TraceTree:
-    """One session's turns. Not thread-safe: its store serialises access."""
+    """One session's turns. Not thread-safe: the store locks what is added, and who reads shares its event loop."""
 
     def __init__(self) -> None:
         self._root = Node(None, 0, EMPTY)
@@ -131,9 +131,6 @@ class TraceTree:
     def __contains__(self, turn: object) -> bool:
         return turn in self._outputs
 
-    def __len__(self) -> int:
-        return len(self._outputs)
-
     def node(self, turn: str) -> Output:
         return self._outputs[turn]
 
@@ -155,10 +152,6 @@ class TraceTree:
     def path_turns(self, turn: str) -> list[str]:
         """The turns whose outputs lie on the path to `turn`, oldest first, `turn` included."""
         return [node.turn.id for node in self._path(self.node(turn)) if isinstance(node, Output)]
-
-    def conversation(self, turn: str) -> Conversation:
-        """What `turn` answered: the messages of the turns before it, their replies among them, and its own."""
-        return Conversation(self.said(turn)[:-1], self.turn(turn).tools)
 
     def said(self, turn: str, start: int = 0) -> tuple[Message, ...]:
         """The conversation with `turn`'s reply at its end, from the message at `start` on."""

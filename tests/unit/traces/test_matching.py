@@ -22,7 +22,7 @@ def calling(*calls: ToolCall, content: str = "", reasoning: str = "") -> Reply:
 
 
 def add(tree: TraceTree, asked: Sequence[Message], reply: Reply, parent: Turn | None = None) -> Turn:
-    turn = replace(make_turn([len(tree)], [len(tree) + 1000], asked=asked), reply=reply)
+    turn = replace(make_turn([len(tree.turns)], [len(tree.turns) + 1000], asked=asked), reply=reply)
     tree.add(turn, parent.id if parent is not None else None)
     return turn
 

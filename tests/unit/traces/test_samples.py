@@ -157,10 +157,14 @@ def test_a_conversation_trains_without_the_compaction_that_ended_it(session: Rec
     assert session.settled() == {"trained": 6, "role": 2}
 
 
-def test_a_selected_branch_trains_what_it_goes_on_from(session: Recorder) -> None:
+@pytest.mark.parametrize("tokens", ["train_once", "every_branch"])
+def test_a_turn_of_another_role_on_the_way_is_not_trained(session: Recorder, tokens: str) -> None:
     probe = session.turn(role="probe")
     main = session.turn(probe)
-    assert [trains(s) for s in session.samples()] == [[probe.id, main.id]]
+    samples = session.samples(tokens=tokens)
+    assert held(samples) == [[probe.id, main.id]]
+    assert [trains(sample) for sample in samples] == [[main.id]]
+    assert session.settled(tokens=tokens) == {"trained": 2, "role": 2}
 
 
 def test_where_no_role_is_selected_there_is_no_sample(session: Recorder) -> None:
@@ -316,10 +320,9 @@ def test_a_token_trains_once_or_wherever_it_is_and_the_ledger_says_so(
     samples = session.samples(**rules)
     in_samples = [int(i) for sample in samples for i in sample.ids[sample.versions >= 0]]
     trainable = [int(i) for sample in samples for i in sample.ids[sample.loss_mask]]  # every token has its own number
-    if rules["tokens"] == "train_once":
-        assert sorted(trainable) == sorted(set(in_samples) - greedy)
-    else:
-        assert sorted(trainable) == sorted(i for i in in_samples if i not in greedy)
+    others = {int(i) for turn in turns if turn.role not in rules["roles"] for i in turn.output_ids}
+    wanted = [i for i in in_samples if i not in greedy | others]
+    assert sorted(trainable) == sorted(set(wanted) if rules["tokens"] == "train_once" else wanted)
 
     sampled = sum(len(turn.output_ids) for turn in turns)
     before = session.store.ledger("s")

@@ -23,7 +23,7 @@ def test_a_turn_that_continues_adds_what_is_new() -> None:
     assert tree.path_ids(second.id).tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert [len(node.ids) for node in tree.nodes()] == [3, 2, 1, 1]
     assert tree.path_turns(second.id) == [first.id, second.id]
-    assert [m.content for m in tree.conversation(second.id).messages] == ["a", "b", "c"]
+    assert [m.content for m in tree.said(second.id)] == ["a", "b", "c", "d"]
     assert tree.leaves() == [second.id]
 
 
