@@ -150,10 +150,8 @@ def _session_rows(run: Path, name: str) -> list[dict[str, Any]]:
         raise ConfigError(f"--session {name}: {len(names)} sessions begin so; give more of the id")
     if not rows:
         known = any(row["session"] == name for row in read_rows(run, "rollouts.jsonl"))
-        told = (
-            "no branch of it was selected ([select])" if known else f"no such session; `steno inspect {run}` lists some"
-        )
-        raise ConfigError(f"--session {name}: {told}")
+        listed = f"no such session in {run}; `steno inspect {run}` lists some"
+        raise ConfigError(f"--session {name}: {'no branch of it was selected ([select])' if known else listed}")
     return rows
 
 

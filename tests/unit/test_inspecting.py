@@ -76,3 +76,32 @@ def test_forks_are_summed_by_cause_with_the_first_of_each(run: Path, capsys: pyt
     shown = capsys.readouterr().out
     assert "[why]" in shown
     assert "ids_changed" in shown
+
+
+def test_a_session_is_found_by_the_beginning_of_its_id(run: Path) -> None:
+    branch = {**ARRAYS, "task_id": "t", "reward": 1.0, "turns": [SPAN]}
+    rows = [{"session": name, **branch} for name in ("steno_ab1", "steno_ab1", "steno_cd2")]
+    (run / "sessions.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    (run / "rollouts.jsonl").write_bytes(orjson.dumps({**ROLLOUT, "session": "steno_ef3"}) + b"\n")
+    data, _ = inspecting.session(run, "steno_ab")
+    assert [row["session"] for row in data] == ["steno_ab1"] * 2
+    with pytest.raises(ConfigError, match="2 sessions begin so"):
+        inspecting.session(run, "steno_")
+    with pytest.raises(ConfigError, match="no branch of it was selected"):
+        inspecting.session(run, "steno_ef3")
+    with pytest.raises(ConfigError, match="lists some"):
+        inspecting.session(run, "other")
+
+
+def test_what_failed_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = {**ROLLOUT, "session": "steno_" + "ab" * 16, "status": "error", "reward": None, "error": "it broke"}
+    (run / "rollouts.jsonl").write_bytes(orjson.dumps(failed) + b"\n")
+    (run / "metrics.jsonl").unlink()
+    (run / "summary.json").write_bytes(orjson.dumps({"status": "failed", "error": "nothing to train on"}))
+    data, _ = inspecting.overview(run)
+    assert data["last_rollouts"][0]["error"] == "it broke"
+    cli.inspect(run)
+    shown = capsys.readouterr().out
+    assert "nothing to train on" in " ".join(shown.split())
+    assert "1 of them: it broke" in shown
+    assert "…" not in shown  # ids can be copied

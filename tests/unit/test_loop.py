@@ -19,7 +19,7 @@ from stenograph.rundir import RunDir
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.store import Ledger
 from stenograph.training.trainer import Trainer
-from stenograph.types import Rollout, Task
+from stenograph.types import Rollout, Task, Turn
 from stenograph.watching import Watchers
 from support.models import tiny_model
 from support.turns import make_turn
@@ -62,11 +62,13 @@ class Recorded:
 
 
 class Forgetful(MemoryTraceStore):
-    """A store that loses a token of one session."""
+    """A store that loses a token of one session on the way."""
 
-    def ledger(self, session: str) -> Ledger:
-        held = super().ledger(session)
-        return replace(held, sampled=held.sampled + 1) if session == "s1" else held
+    def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
+        super().commit(session, parent, *turns)
+        if session == "s1" and len(turns) == 2:
+            output = self.tree(session).node(turns[0].id)
+            output.turn = replace(output.turn, output_ids=output.turn.output_ids[:-1])
 
 
 async def on_engine(work: Coroutine[Any, Any, None]) -> None:
@@ -129,3 +131,5 @@ async def test_a_step_without_a_selected_branch_says_what_to_change(tmp_path: Pa
     run = loop(tmp_path, store, Recorded(store), select={"roles": ["title"]})
     with pytest.raises(StenographError, match=r"none of the branches is selected; widen \[select\]"):
         await run.train()
+    assert [row["ledger"]["dropped"] for row in rows(tmp_path, "rollouts.jsonl")] == [{"unadopted": 2, "role": 7}] * 2
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"]["sampled"] == 18

@@ -1,9 +1,10 @@
-"""Opaque texts that the gateway hands out and reads back: what is sealed comes out again, anything else is None."""
+"""What the gateway hands out and reads back, ids and sealed texts: ours say whose they are, anything else is None."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import re
 from dataclasses import dataclass
 
 import orjson
@@ -23,6 +24,20 @@ class Sealed:
 def turn_id(name: str) -> str:
     """The id in the record of the turn that an id given out names."""
     return f"turn_{name}"
+
+
+def call_id(name: str, index: int) -> str:
+    """The id of a turn's call."""
+    return f"call_{name}_{index}"
+
+
+def turn_of_call(id: str) -> str | None:
+    """The turn that made a call, by its id; None where it is not one of ours."""
+    ours = _CALL.fullmatch(id)
+    return turn_id(ours[1]) if ours else None
+
+
+_CALL = re.compile(r"call_([0-9a-f]{16}(?:_[0-9]+)?)_[0-9]+")  # a further choice has its number in its name
 
 
 def seal(turn: str, reasoning: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from stenograph.dialects.base import Answered, Request
+from stenograph.dialects.minted import turn_id
 from stenograph.errors import RequestError
 from stenograph.traces.trace import TraceTree
 from stenograph.types import Message
@@ -37,8 +38,7 @@ class StoredResponses:
         """The conversation up to the response named `name`, its reply last."""
         messages = self._untraced.get(name)
         if tree is not None and name in self._num_instructions:
-            turn = f"turn_{name}"
-            messages = tree.said(turn)[self._num_instructions[name] :]
+            messages = tree.said(turn_id(name))[self._num_instructions[name] :]
         if messages is None:
             told = f"{param}: no response {name!r} is stored in this session; send its items"
             raise RequestError(told, code="previous_response_not_found", param=param)

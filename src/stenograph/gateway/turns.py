@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from stenograph.config import Config
 from stenograph.dialects.base import Answered
+from stenograph.dialects.minted import call_id, turn_id
 from stenograph.engines.base import Engine, Generate
 from stenograph.errors import EngineError, RequestError, StenographError, TraceError, boundary
 from stenograph.gateway.calls import Call, State
@@ -174,7 +175,7 @@ class Turns:
             name = call.name if choice == 0 else f"{call.name}_{choice}"
             finished = output.finish()
             turn = Turn(
-                id=f"turn_{name}",
+                id=turn_id(name),
                 context_ids=prompt.context_ids,
                 output_ids=output.ids,
                 rollout_logprobs=output.logprobs,
@@ -209,5 +210,5 @@ def _seeded(sampling: Sampling, choice: int) -> Sampling:
 
 def _with_call_ids(reply: Reply, name: str) -> Reply:
     """Ids that name the turn, so that a call that comes back does."""
-    calls = tuple(replace(call, id=f"call_{name}_{n}") for n, call in enumerate(reply.tool_calls))
+    calls = tuple(replace(call, id=call_id(name, n)) for n, call in enumerate(reply.tool_calls))
     return replace(reply, tool_calls=calls)

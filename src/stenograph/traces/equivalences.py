@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from stenograph.dialects.minted import turn_of_call
 from stenograph.traces import arguments
 from stenograph.types import Message, ToolCall
 
@@ -27,7 +28,7 @@ def ids_changed(recorded: Message, came: Message) -> Message:
         calls = tuple(replace(ours, id=theirs.id) for ours, theirs in pairs)
         message = replace(message, tool_calls=calls) if calls != recorded.tool_calls else message
     # An id of the gateway's own names another call: then it is the results that have changed places.
-    if recorded.tool_call_id != came.tool_call_id and not _MINTED.fullmatch(came.tool_call_id or ""):
+    if recorded.tool_call_id != came.tool_call_id and turn_of_call(came.tool_call_id or "") is None:
         message = replace(message, tool_call_id=came.tool_call_id)
     return message
 
@@ -142,13 +143,12 @@ def accept(recorded: Message, came: Message, allowed: Collection[str] = NAMES) -
 
 _OPENED = re.compile(r"\s*<(?P<tag>think(?:ing)?|thought|reasoning)>\s*")
 _HEADER = re.compile(r"(?P<name>x-[\w-]+):[ \t]*[\w.-]+=[^\n]*")
-_MINTED = re.compile(r"call_[0-9a-f]{16}(?:_[0-9]+)+")
 
 
 def minted_turns(message: Message) -> set[str]:
     """The turns that ids in `message` name, as the gateway gave them out."""
-    named = {f"turn_{call.id[5:].rpartition('_')[0]}" for call in message.tool_calls if _MINTED.fullmatch(call.id)}
-    return named | ({message.turn} if message.turn is not None else set())
+    named = {turn_of_call(call.id) for call in message.tool_calls} | {message.turn}
+    return {turn for turn in named if turn is not None}
 
 
 def _trimmed(message: Message) -> str:

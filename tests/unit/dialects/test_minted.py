@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stenograph.dialects.minted import Sealed, seal, unseal
+from stenograph.dialects.minted import Sealed, call_id, seal, turn_id, turn_of_call, unseal
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # a lone surrogate is no text that ids decode to
 
@@ -39,3 +39,10 @@ def test_any_text_is_read_without_an_error(text: str) -> None:
 )
 def test_what_is_not_ours_or_not_whole_is_none(text: str) -> None:
     assert unseal(text) is None
+
+
+def test_ids_of_calls_name_their_turn() -> None:
+    for name in ("0123456789abcdef", "0123456789abcdef_2"):
+        assert turn_of_call(call_id(name, 10)) == turn_id(name)
+    for other in ("", "call_1", "call_0123456789abcdef", "toolu_0123456789abcdef_0", "call_0123456789ABCDEF_0"):
+        assert turn_of_call(other) is None
