@@ -37,7 +37,7 @@ CAUSES = set(get_args(Cause)) - {"unknown"}
 PROTOCOLS: tuple[Protocol, ...] = tuple(PATHS)
 
 
-NUM_LONG = int(os.environ.get("STENO_RANDOM_SESSIONS", "80"))  # some two minutes
+NUM_LONG = int(os.environ.get("STENO_RANDOM_SESSIONS", "40"))  # some minute
 PHASES = (Phase.generate, Phase.shrink)
 UNCHECKED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 

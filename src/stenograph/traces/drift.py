@@ -32,7 +32,7 @@ Cause = Literal[
 _CONTEXT_CHARS = 40  # of a text before its first difference
 _SHOWN_CHARS = 160
 _SUMMARY_CHARS = 32  # a reply of fewer is no summary that would be known again
-_MOST_BRANCHES = 64  # branches that part in one place
+_MOST_BRANCHES = 32  # branches that part in one place
 _RECENT_TURNS = 64  # among which the summary is looked for
 
 

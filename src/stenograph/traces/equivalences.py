@@ -23,7 +23,7 @@ Equivalence = Callable[[Message, Message], Message]
 def ids_changed(recorded: Message, came: Message) -> Message:
     """Frameworks give calls ids of their own, or none; the model's text has none to lose."""
     message = recorded
-    if len(recorded.tool_calls) == len(came.tool_calls):
+    if recorded.tool_calls and len(recorded.tool_calls) == len(came.tool_calls):
         pairs = zip(recorded.tool_calls, came.tool_calls, strict=True)
         calls = tuple(replace(ours, id=theirs.id) for ours, theirs in pairs)
         message = replace(message, tool_calls=calls) if calls != recorded.tool_calls else message
@@ -123,8 +123,6 @@ def undo(recorded: Message, came: Message, allowed: Collection[str] = NAMES) -> 
     """`recorded` as near to `came` as the differences in `allowed` bring it, and their names."""
     names = []
     for name, equivalence in EQUIVALENCES.items():
-        if recorded == came:
-            break
         if name in allowed:
             nearer = equivalence(recorded, came)
             if nearer is not recorded:
@@ -176,7 +174,7 @@ def _is_joined(blocks: Message, text: str) -> bool:
 
 def _with_arguments(recorded: Message, came: Message, same: Callable[[str, str], bool]) -> Message:
     """`recorded` with the arguments of `came` wherever they differ and are the `same`."""
-    if len(recorded.tool_calls) != len(came.tool_calls):
+    if not recorded.tool_calls or len(recorded.tool_calls) != len(came.tool_calls):
         return recorded
     pairs = zip(recorded.tool_calls, came.tool_calls, strict=True)
     calls = tuple(_with_theirs(ours, theirs, same) for ours, theirs in pairs)
