@@ -18,8 +18,9 @@ import pytest
 
 from stenograph.engines.scripted import Line, ScriptedEngine
 from stenograph.rendering import Rendering
-from support.answers import CHAT, MESSAGES, RESPONSES, Said, events, read, said
+from support.answers import CHAT, MESSAGES, RESPONSES, Said, read, said
 from support.listening import Session, listening
+from support.streams import events
 from support.tokenizers import any_arguments, family
 from traffic.cut import uncut
 

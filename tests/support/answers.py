@@ -6,7 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from support.streams import assembled
+from support.wires import Protocol
+
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+_PROTOCOLS: dict[str, Protocol] = {CHAT: "chat", MESSAGES: "messages", RESPONSES: "responses"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +31,14 @@ def said(path: str, content: Any) -> Said:
 
 def read(path: str, body: bytes, streamed: bool) -> tuple[Any, str]:
     """The content of an answer that arrived to its end, and the reason that it ended for."""
-    if streamed:
-        return {CHAT: _chat_stream, MESSAGES: _messages_stream, RESPONSES: _responses_stream}[path](events(body))
-    answer = json.loads(body)
+    answer = assembled(_PROTOCOLS[path], body) if streamed else json.loads(body)
     if path == CHAT:
         [choice] = answer["choices"]
         return choice["message"], choice["finish_reason"]
     if path == MESSAGES:
         return answer["content"], answer["stop_reason"]
+    assert not streamed or answer["status"] == "completed"
     return answer["output"], answer["status"]
-
-
-def events(body: bytes) -> list[Any]:
-    """The data of a stream's events, less comments; chat's last one is the text [DONE], and chat's have no names."""
-    data: list[Any] = []
-    for block in body.decode().split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.split("\n") if line and not line.startswith(":"))
-        if "data" in fields:
-            data.append("[DONE]" if fields["data"] == "[DONE]" else json.loads(fields["data"]))
-            assert "event" not in fields or fields["event"] == data[-1]["type"]
-    return data
 
 
 # --- chat completions --------------------------------------------------------------------------------------------
@@ -61,24 +53,6 @@ def _said_in_chat(message: dict[str, Any]) -> Said:
         tuple(("call", call["id"]) for call in calls),
         (),
     )
-
-
-def _chat_stream(data: list[Any]) -> tuple[Any, str]:
-    assert data[-1] == "[DONE]"
-    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
-    reasons = []
-    for choice in (choice for event in data[:-1] for choice in event["choices"]):
-        delta = choice["delta"]
-        for name in ("content", "reasoning_content"):
-            message[name] += delta.get(name) or ""
-        for call in delta.get("tool_calls") or ():
-            if call["index"] == len(message["tool_calls"]):
-                message["tool_calls"].append({"id": call["id"], "function": {**call["function"]}})
-            else:
-                message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-    [reason] = reasons
-    return message, reason
 
 
 # --- messages ----------------------------------------------------------------------------------------------------
@@ -104,25 +78,6 @@ def _arguments(call: dict[str, Any]) -> str:
     return json.dumps(call["input"])
 
 
-def _messages_stream(data: list[Any]) -> tuple[Any, str]:
-    assert [event["type"] for event in data[-2:]] == ["message_delta", "message_stop"]
-    blocks: list[dict[str, Any]] = []
-    for event in data:
-        if event["type"] == "content_block_start":
-            assert event["index"] == len(blocks)
-            blocks.append(dict(event["content_block"]))
-            if blocks[-1]["type"] == "tool_use":
-                blocks[-1]["_streamed_input_json"] = ""
-        elif event["type"] == "content_block_delta":
-            delta, block = event["delta"], blocks[event["index"]]
-            name = delta["type"].removesuffix("_delta")
-            if name == "input_json":
-                block["_streamed_input_json"] += delta["partial_json"]
-            else:
-                block[name] = block.get(name, "") + delta[name]
-    return blocks, data[-2]["delta"]["stop_reason"]
-
-
 # --- responses ---------------------------------------------------------------------------------------------------
 
 
@@ -137,10 +92,3 @@ def _said_in_responses(items: list[dict[str, Any]]) -> Said:
         tuple((name, item[name]) for item in items for name in ("id", "call_id") if name in item),
         tuple(item["encrypted_content"] for item in kinds["reasoning"] if item.get("encrypted_content")),
     )
-
-
-def _responses_stream(data: list[Any]) -> tuple[Any, str]:
-    assert data[-1]["type"] == "response.completed"
-    items = [event["item"] for event in data if event["type"] == "response.output_item.done"]
-    assert items == data[-1]["response"]["output"]  # some clients act on these, others on those
-    return items, data[-1]["response"]["status"]

@@ -8,11 +8,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 import numpy as np
-import orjson
 
 from stenograph.engines.base import Chunk
 from stenograph.errors import EngineError, EngineUnavailable, boundary
 from stenograph.rendering.base import Delta, Rendering
+from stenograph.traces.arguments import is_object
 from stenograph.types import Conversation, EndedBy, FinishReason, Ids, Message, Reply, Sampling
 
 
@@ -106,7 +106,7 @@ class Output:
         same = (content.strip(), reasoning.strip()) == (reply.content, reply.reasoning)
         notes = () if same else ("parser_disagrees",)
         notes += ("malformed_call",) if reply.num_malformed_calls else ()
-        notes += ("malformed_arguments",) if any(not _is_object(call.arguments) for call in reply.tool_calls) else ()
+        notes += ("malformed_arguments",) if any(not is_object(call.arguments) for call in reply.tool_calls) else ()
         ended_by: EndedBy = "eos" if self._finish_reason == "stop" else self._finish_reason
         return Finished(self._whole(shown), shown, self._finish_reason, ended_by, notes)
 
@@ -249,10 +249,3 @@ def _check(chunk: Chunk, num_ids: int, max_tokens: int, wants_experts: bool) -> 
 
 def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(orjson.loads(text), dict)
-    except orjson.JSONDecodeError:
-        return False

@@ -9,6 +9,14 @@ from typing import Any
 import orjson
 
 
+def is_object(text: str) -> bool:
+    """Whether a function can be called with `text`."""
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
 def are_same(a: str, b: str) -> bool:
     """Whether any reader finds the same in both; no arguments are an empty object."""
     try:
@@ -19,7 +27,7 @@ def are_same(a: str, b: str) -> bool:
 
 def is_mended(raw: str, text: str) -> bool:
     """Whether `text`, an object, is what a client makes of `raw`, which is none: empty, holding it, or repaired."""
-    if _is_object(raw):
+    if not raw.strip() or is_object(raw):
         return False
     try:
         value = orjson.loads(text)
@@ -70,10 +78,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     return value
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return not text.strip() or isinstance(orjson.loads(text), dict)
-    except orjson.JSONDecodeError:
-        return False

@@ -14,16 +14,13 @@ from operator import is_
 
 from stenograph.traces.digests import conversation_labels
 from stenograph.traces.equivalences import NAMES, accept, ids_changed, minted_turns, results_reordered
-from stenograph.traces.trace import TraceTree
-from stenograph.traces.tree import Node
+from stenograph.traces.trace import ToldNode, TraceTree
 from stenograph.types import Conversation, Message
 
 _MOST_COMPARED = 1024  # messages in one place: those that were recorded last, and those that an id names
 _MOST_KNOWN = 65_536  # differences
 _MOST_RECENT = 16  # requests, of as many conversations at the same time
 _MOST_PLACES = 64  # beside a way that led nowhere
-
-ToldNode = Node[bytes, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ import numpy as np
 
 from stenograph.errors import TraceError
 from stenograph.traces.digests import message_digests, tools_digest
-from stenograph.traces.tree import Node as ToldNode
+from stenograph.traces.tree import Node as PrefixNode
 from stenograph.traces.tree import PrefixTree
 from stenograph.types import Ids, Message, Turn
 
 TurnState = Literal["committed", "delivered", "undelivered"]
+ToldNode = PrefixNode[bytes, tuple[str, ...]]
 AnyNode = TypeVar("AnyNode", bound="Node")
 EMPTY: Ids = np.empty(0, np.int32)
 
@@ -44,7 +45,7 @@ class Output(Node):
 
     turn: Turn
     before: Output | None
-    told: ToldNode[bytes, tuple[str, ...]]
+    told: ToldNode
     num_messages: int
     state: TurnState = "committed"
 
@@ -86,14 +87,14 @@ class TraceTree:
         told = [self._tell(turn, key, before) for turn, key in reversed(list(zip(turns, keys, strict=True)))]
         return [self._hang(turn, before, at) for turn, at in zip(turns, reversed(told), strict=True)]
 
-    def _tell(self, turn: Turn, key: list[bytes], before: Output | None) -> ToldNode[bytes, tuple[str, ...]]:
+    def _tell(self, turn: Turn, key: list[bytes], before: Output | None) -> ToldNode:
         """Siblings that say the same share a place; the first choice is told last, and so is found first."""
         at = None if before is None else before.told
         known = self.told.search(key, at=at)
         equal = known.nodes[-1].value if known.length == len(key) and known.nodes[-1].has_value else ()
         return self.told.insert(key, (*equal, turn.id), at=at)
 
-    def _hang(self, turn: Turn, before: Output | None, told: ToldNode[bytes, tuple[str, ...]]) -> int | None:
+    def _hang(self, turn: Turn, before: Output | None, told: ToldNode) -> int | None:
         extended = before if before is not None and turn.extends else self._root
         node, num_shared = self._descend(extended, turn.context_ids)
         fork = self._fork(node, before, turn) if num_shared < len(turn.context_ids) else None
@@ -173,13 +174,13 @@ class TraceTree:
         offset = index - (output.num_messages - 1 - len(messages))
         return messages[offset] if offset < len(messages) else output.reply
 
-    def first_below(self, told: ToldNode[bytes, tuple[str, ...]]) -> str:
+    def first_below(self, told: ToldNode) -> str:
         """A turn whose reply ends at `told` or is the next one below it."""
         while not told.has_value:
             told = next(iter(told.children))
         return told.value[-1]
 
-    def last_below(self, told: ToldNode[bytes, tuple[str, ...]]) -> str:
+    def last_below(self, told: ToldNode) -> str:
         """The turn at the end of the branch that was begun last below `told`."""
         while told.children:
             told = list(told.children)[-1]
