@@ -167,7 +167,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         tokenizer = write_tokenizer(folder)
         words = " ".join(random.Random(1).choices(WORDS, k=NUM_REPLY))
-        reply = tokenizer.encode(words)[:NUM_REPLY] + [tokenizer.eos_token_id]
+        reply = [*tokenizer.encode(words)[:NUM_REPLY], tokenizer.eos_token_id]
         engine, _ = stack.enter_context(started(sys.executable, str(HERE / "fake_engine.py"), "--reply", str(reply)))
         for case in cases:
             length, _, concurrency = case.partition("@")
