@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -14,9 +14,9 @@ import orjson
 
 from stenograph.config import EngineConfig
 from stenograph.engines.base import Capabilities, Chunk, Generate, PauseMode, WeightSource
-from stenograph.engines.http import CONNECT_TIMEOUT_S, KEEP_ALIVE_S, answer, ask, quoted, read_json, words
+from stenograph.engines.http import CONNECT_TIMEOUT_S, KEEP_ALIVE_S, answer, ask, quoted, read_json
+from stenograph.engines.vllm_events import check_echo, read_event, read_events, read_tokens
 from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable
-from stenograph.types import FinishReason, Ids, Logprobs
 
 _PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}  # in vLLM's words
 _DRAIN_TIMEOUT_S = 0.05
@@ -75,18 +75,20 @@ class VllmEngine:
     async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
         """Raises ContextOverflow, EngineUnavailable where nothing was generated, EngineError for any answer unsound."""
         self._check_open()
-        body = self._body(request)
+        prompt = orjson.dumps(np.ascontiguousarray(request.ids), option=orjson.OPT_SERIALIZE_NUMPY)
         num_ids, echoed = 0, False
-        async with self._answered(body) as response:
-            async with aclosing(_events(response.content.iter_any())) as events:
+        async with self._answered(self._body(request, prompt)) as response:
+            async with aclosing(read_events(response.content.iter_any())) as events:
                 async for data in events:
                     if data == b"[DONE]":
                         break
-                    choice = _choice(data)
-                    if choice is None:
+                    read = read_event(data)
+                    if read is None:
                         continue
-                    echoed = _check_echo(choice.get("prompt_token_ids"), request.ids, echoed)
-                    chunk = _chunk(choice)
+                    chunk, echo = read
+                    if not echoed:
+                        check_echo(echo, prompt, request.ids)
+                        echoed = True
                     num_ids += len(chunk.ids)
                     if chunk.finish_reason is not None:  # the turn is whole, whatever becomes of the connection
                         await _drain(response)
@@ -102,12 +104,12 @@ class VllmEngine:
         """The server's own ids of `text`, special tokens in it recognised; None where it has no /tokenize."""
         body = orjson.dumps({"model": self.model, "prompt": text, "add_special_tokens": False})
         try:
-            answer = read_json(await ask(self._session, "POST", f"{self.server}/tokenize", body))
+            said = await ask(self._session, "POST", f"{self.server}/tokenize", body)
         except EngineError as e:
             if e.status == 404:
                 return None
             raise
-        return _ids(answer.get("tokens") if isinstance(answer, dict) else answer).tolist()
+        return read_tokens(said)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._control(f"/pause?mode={_PAUSE_MODES[mode]}")
@@ -150,9 +152,10 @@ class VllmEngine:
         if self._session.closed:
             raise EngineUnavailable("the engine is closed")
 
-    def _body(self, request: Generate) -> bytes:
-        """Every sampling value is said: vLLM takes what is left out from the model's own generation config.
+    def _body(self, request: Generate, prompt: bytes) -> bytes:
+        """What is posted; `prompt` is the JSON of the request's ids.
 
+        Every sampling value is said: vLLM takes what is left out from the model's own generation config.
         `stop` is not: the gateway cuts stop strings itself, on the text that the agent sees.
         """
         room = self.capabilities.context_length - len(request.ids)
@@ -161,7 +164,7 @@ class VllmEngine:
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": np.ascontiguousarray(request.ids),
+            "prompt": orjson.Fragment(prompt),
             "max_tokens": min(sampling.max_tokens, room),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -181,7 +184,7 @@ class VllmEngine:
             body["seed"] = sampling.seed
         if request.grammar is not None:
             body["structured_outputs"] = {"json": dict(request.grammar)}
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(body)
 
     @asynccontextmanager
     async def _answered(self, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -204,87 +207,12 @@ class VllmEngine:
             raise EngineError(f"{self.server} has no {path.partition('?')[0]}; start vLLM with {needs}") from e
 
 
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The data of each event, one line each. Lines are cut anywhere and of any length: they are joined once."""
-    held: list[bytes] = []
-    async for piece in pieces:
-        *lines, rest = piece.split(b"\n")
-        for line in lines:
-            whole = b"".join((*held, line))
-            held.clear()
-            if whole.startswith(b"data:"):
-                yield whole[5:].strip()
-        if rest:
-            held.append(rest)
-
-
 async def _drain(response: aiohttp.ClientResponse) -> None:
     """Read what follows the last token, so that the connection can serve again; where that takes long, it closes."""
     with suppress(aiohttp.ClientError, OSError):
         async with asyncio.timeout(_DRAIN_TIMEOUT_S):
             async for _ in response.content.iter_any():
                 pass
-
-
-def _choice(data: bytes) -> dict[str, Any] | None:
-    """The one choice of an event; None where it has none (usage)."""
-    match read_json(data):
-        case {"error": error} if error is not None:
-            raise _told(error)
-        case {"object": "error"} as error:
-            raise _told(error)
-        case {"choices": []}:
-            return None
-        case {"choices": [{"index": 0} as choice]}:
-            return choice
-    raise EngineError(f"the engine sent an event without a choice: {quoted(data)}")
-
-
-def _check_echo(echo: Any, sent: Ids, echoed: bool) -> bool:
-    """True once the engine has said which prompt it works on. Raises EngineError unless that is the one sent."""
-    if echo is None:
-        if not echoed:
-            raise EngineError("the engine did not echo the prompt; vLLM must be 0.10.2 or later (return_token_ids)")
-        return True
-    try:
-        ids = np.asarray(echo)
-    except (ValueError, OverflowError):  # lists within the list; a number past 64 bits
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        raise EngineError("the engine's prompt_token_ids are no list of ids; is it a vLLM server?")
-    if len(ids) != len(sent):
-        raise EngineError(f"the engine echoed {len(ids)} prompt tokens, {len(sent)} were sent; does a proxy edit them?")
-    if len(differ := np.flatnonzero(ids != sent)):
-        at = int(differ[0])
-        raise EngineError(f"the engine echoed another prompt: token {at} is {ids[at]}, {sent[at]} was sent")
-    return True
-
-
-def _chunk(choice: dict[str, Any]) -> Chunk:
-    ids = _ids(choice.get("token_ids"))
-    logprobs = choice.get("logprobs")
-    if logprobs is not None and not isinstance(logprobs, dict):
-        raise EngineError(f"the engine sent logprobs that are no object: {quoted(logprobs)}")
-    numbers = _logprobs((logprobs or {}).get("token_logprobs", []))
-    if len(ids) != len(numbers):
-        raise EngineError(f"the engine sent {len(numbers)} logprobs for {len(ids)} tokens; is it a vLLM server?")
-    finish_reason = choice.get("finish_reason")
-    if finish_reason not in (None, "stop", "length", "abort"):
-        raise EngineError(f"the engine finished for a reason unknown here: {quoted(finish_reason)}")
-    return Chunk(ids, numbers, 0, cast("FinishReason | None", finish_reason))
-
-
-def _ids(values: Any) -> Ids:
-    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < 2**31 for v in values):
-        raise EngineError(f"the engine sent token_ids that are no list of ids: {quoted(values)}")
-    return np.array(values, np.int32)
-
-
-def _logprobs(values: Any) -> Logprobs:
-    limit = float(np.finfo(np.float32).max)
-    if not isinstance(values, list) or not all(type(v) in (float, int) and abs(v) <= limit for v in values):
-        raise EngineError(f"the engine sent a logprob that is no number: {quoted(values)}")
-    return np.array(values, np.float32)
 
 
 async def _knows_structured_outputs(session: aiohttp.ClientSession, server: str) -> bool:
@@ -307,10 +235,3 @@ def _served(data: bytes) -> tuple[str, int | None]:
                         length = card.get("max_model_len")
                         return name, length if type(length) is int and length > 0 else None
     raise EngineError(f"the engine's /v1/models names no model: {quoted(data)}; is it a vLLM server?")
-
-
-def _told(error: Any) -> EngineError:
-    """An error in a stream that had begun; `code` is the status that it would have had."""
-    code = error.get("code") if isinstance(error, dict) else None
-    status = code if type(code) is int and 400 <= code < 600 else 500
-    return EngineError(f"the engine failed: {words(orjson.dumps(error))}", status=status)

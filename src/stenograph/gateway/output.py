@@ -55,13 +55,11 @@ class Output:
         begun: Message | None = None,
         begun_ids: Ids | None = None,
     ) -> None:
-        self._rendering = rendering
-        self._prompt_ids, self._conversation = prompt_ids, conversation
         self._parser = rendering.stream(prompt_ids, conversation)
         self.sampling = sampling
         self._stop = _StopStrings(sampling.stop)
         self._show = show
-        self._begun, self._begun_ids = begun, begun_ids
+        self._begun = begun
         # Prefill and output are read as one text, so that white space between them survives. What a parser makes of
         # the prefill need not be the text that it is: there may be markers in it.
         read = Reply() if begun_ids is None else rendering.parse(begun_ids, prompt_ids, conversation)
@@ -99,8 +97,7 @@ class Output:
             shown = Reply(self._content, self._reasoning)
             return Finished(self._whole(shown), shown, "stop", "stop", ())
         assert self._finish_reason is not None  # nothing becomes a turn that its engine did not end
-        ids = self.ids if self._begun_ids is None else np.concatenate([self._begun_ids, self.ids])
-        reply = self._rendering.parse(ids, self._prompt_ids, self._conversation)
+        reply = self._parser.reply
         shown = replace(reply, content=self._content, reasoning=self._reasoning)
         content, reasoning = self._skip_content.taken + self._content, self._skip_reasoning.taken + self._reasoning
         same = (content.strip(), reasoning.strip()) == (reply.content, reply.reasoning)

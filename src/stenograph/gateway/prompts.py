@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,7 +16,9 @@ from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
 from stenograph.types import Conversation, Ids, Message, Reply
 
-_RENDER_INLINE_BYTES = 256 * 1024  # a larger request is rendered on a thread, so that it holds nobody else up
+_INLINE_CHARS = 256 * 1024
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,42 +61,32 @@ class Prompts:
             tree = self._store.tree(session.id)
             recorded = tree.path_ids(parent)
             split = len(recorded) - len(tree.turn(parent).output_ids)
-
-        def render() -> tuple[Ids, Ids, Ids | None]:
-            context_ids, ids = self._render(asked, num_known, recorded, split)
-            return context_ids, ids, self._rendering.begin_reply(conversation, ids) if begun is not None else None
-
-        if num_bytes <= _RENDER_INLINE_BYTES:
-            context_ids, ids, begun_ids = render()
+        new = asked.messages[num_known:]
+        num_new = sum(len(message.content) for message in new)
+        self._refuse_far_too_long(num_new)
+        context_ids = ids = None
+        if recorded is not None:
+            num_read = num_new if self._rendering.extends_flat else num_bytes
+            context_ids = await _run(num_read, lambda: self._extend(asked, num_known, recorded, split))
+        if recorded is not None and context_ids is not None:
+            ids = np.concatenate([recorded, context_ids])
         else:
-            self._refuse_far_too_long(asked)
-            context_ids, ids, begun_ids = await asyncio.to_thread(render)
+            context_ids = ids = await _run(num_bytes, lambda: self._rendering.render(asked))
+            # The template was free to rewrite what was said; where it did not, the branch goes on all the same.
+            if recorded is not None and _begins(ids, recorded):
+                context_ids = ids[len(recorded) :]
         num_begun = 0
-        if begun_ids is not None:
+        if begun is not None:
+            begun_ids = self._rendering.begin_reply(conversation, ids)
             context_ids, ids = np.concatenate([context_ids, begun_ids]), np.concatenate([ids, begun_ids])
             num_begun = len(begun_ids)
-        return Prompt(parent, asked.messages[num_known:], accepted, context_ids, ids, asked, begun, num_begun)
+        return Prompt(parent, new, accepted, context_ids, ids, asked, begun, num_begun)
 
-    def _refuse_far_too_long(self, asked: Conversation) -> None:
+    def _refuse_far_too_long(self, num_chars: int) -> None:
         """Raise ContextOverflow where no tokenizer could make it fit: finding that out by rendering takes minutes."""
-        num_chars = sum(len(message.content) for message in asked.messages)
         fewest = math.ceil(num_chars / self._rendering.longest_token)
         if fewest > self._context_length:
             raise ContextOverflow(fewest, self._context_length)
-
-    def _render(self, asked: Conversation, num_known: int, recorded: Ids | None, split: int) -> tuple[Ids, Ids]:
-        """What comes after `recorded`, and the whole prompt; both are the whole where it cannot be continued."""
-        if recorded is None:
-            rendered = self._rendering.render(asked)
-            return rendered, rendered
-        context_ids = self._extend(asked, num_known, recorded, split)
-        if context_ids is not None:
-            return context_ids, np.concatenate([recorded, context_ids])
-        rendered = self._rendering.render(asked)
-        # The template was free to rewrite what was said; where it did not, the recorded branch goes on all the same.
-        if len(rendered) > len(recorded) and np.array_equal(rendered[: len(recorded)], recorded):
-            return rendered[len(recorded) :], rendered
-        return rendered, rendered
 
     def _extend(self, asked: Conversation, num_known: int, recorded: Ids, split: int) -> Ids | None:
         """What comes after `recorded`; None where it cannot be kept.
@@ -123,3 +117,12 @@ class Prompts:
             return self._rendering.encode_reply(Reply(message.content, message.reasoning, message.tool_calls))
         except RequestError:
             return None
+
+
+async def _run(num_chars: int, work: Callable[[], T]) -> T:
+    """`work` on a text of so many characters; on a thread where that takes long, so that it holds nobody else up."""
+    return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
+
+
+def _begins(ids: Ids, recorded: Ids) -> bool:
+    return len(ids) > len(recorded) and np.array_equal(ids[: len(recorded)], recorded)

@@ -27,6 +27,11 @@ class StreamParser(Protocol):
         """Return what was held back and turned out to be text."""
         ...
 
+    @property
+    def reply(self) -> Reply:
+        """What `parse` reads in all that was fed; there after `finish`."""
+        ...
+
 
 class Rendering(Protocol):
     """Conversation <-> ids for one model."""
@@ -39,6 +44,11 @@ class Rendering(Protocol):
     @property
     def longest_token(self) -> int:
         """Characters of the longest token, so that a text of n has at least n / longest_token tokens."""
+        ...
+
+    @property
+    def extends_flat(self) -> bool:
+        """Whether `extend` costs what is new alone, however long the conversation is."""
         ...
 
     def render(self, conversation: Conversation) -> Ids:

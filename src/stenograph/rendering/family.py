@@ -26,7 +26,7 @@ from stenograph.rendering.messages import (
     tool_dicts,
 )
 from stenograph.rendering.stream import BufferedStream, Grammar, MarkerStream, State
-from stenograph.rendering.tokenizer import longest_token
+from stenograph.rendering.tokenizer import longest_token, plain_tokenizer
 from stenograph.types import Conversation, Ids, Message, Reply, ToolCall
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class FamilyRendering:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, renderer: Renderer, retaining: Renderer | None, name: str
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = plain_tokenizer(tokenizer)
         self._renderer = renderer
         self._retaining = retaining
         self._name = name
@@ -72,6 +72,10 @@ class FamilyRendering:
     @property
     def longest_token(self) -> int:
         return self._longest_token
+
+    @property
+    def extends_flat(self) -> bool:
+        return self._name not in _READ_WHOLE_PROMPT
 
     def render(self, conversation: Conversation) -> Ids:
         with boundary(RequestError, f"render the messages as {self._name}"):
@@ -175,9 +179,10 @@ class FamilyRendering:
         end, size = len(prompt_ids), 64
         while end > 0:
             start = max(0, end - size)
-            hits = np.flatnonzero(np.isin(prompt_ids[start:end], self._stop))
-            if len(hits):
-                return prompt_ids[start + int(hits[-1]) :].tolist()
+            ids = prompt_ids[start:end].tolist()
+            last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in self._stop), None)
+            if last is not None:
+                return prompt_ids[start + last :].tolist()
             end, size = start, size * 2
         return prompt_ids.tolist()
 

@@ -9,13 +9,14 @@ from pydantic import TypeAdapter, ValidationError
 from stenograph.config import ModelConfig
 from stenograph.errors import ConfigError
 from stenograph.rendering.base import Rendering
-from stenograph.rendering.tokenizer import load_tokenizer
+from stenograph.rendering.tokenizer import load_tokenizer, plain_tokenizer
 
 if TYPE_CHECKING:
     from renderers import Renderer
     from transformers import PreTrainedTokenizerBase
 
     from stenograph.rendering.family import FamilyRendering
+    from stenograph.rendering.tokenizer import AnyTokenizer
 
 
 def load_rendering(config: ModelConfig) -> Rendering:
@@ -36,7 +37,9 @@ def family_rendering(
     """The family that `options` ({name, options...}) names, over `tokenizer`. Raises ConfigError where it won't fit."""
     from stenograph.rendering.family import FamilyRendering
 
-    renderer, retaining = _create_renderers(tokenizer, options, config)
+    # A renderer of the user's own may ask anything of its tokenizer.
+    given = tokenizer if options["name"] == "custom" else plain_tokenizer(tokenizer)
+    renderer, retaining = _create_renderers(given, options, config)
     return FamilyRendering(tokenizer, renderer, retaining, options["name"])
 
 
@@ -70,7 +73,7 @@ def _renderer_options(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def _create_renderers(
-    tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], config: ModelConfig
+    tokenizer: AnyTokenizer, options: dict[str, Any], config: ModelConfig
 ) -> tuple[Renderer, Renderer | None]:
     """The renderer, and under "tool_cycle" its twin that retains all reasoning (None where its options forbid it)."""
     if config.thinking_retention == "all":
@@ -87,7 +90,7 @@ def _create_renderers(
         return renderer, None
 
 
-def _create_renderer(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> Renderer:
+def _create_renderer(tokenizer: AnyTokenizer, options: dict[str, Any]) -> Renderer:
     from renderers import RendererConfig, create_renderer
 
     adapter: TypeAdapter[Any] = TypeAdapter(RendererConfig)

@@ -20,14 +20,15 @@ class BufferedStream:
     def __init__(self, parse: Callable[[Ids], Reply]) -> None:
         self._parse = parse
         self._ids: list[Ids] = []
+        self.reply = Reply()
 
     def feed(self, ids: Ids) -> Delta:
         self._ids.append(ids)
         return Delta()
 
     def finish(self) -> Delta:
-        reply = self._parse(np.concatenate(self._ids) if self._ids else np.zeros(0, np.int32))
-        return Delta(reply.content, reply.reasoning)
+        self.reply = self._parse(_joined(self._ids))
+        return Delta(self.reply.content, self.reply.reasoning)
 
 
 class State(Enum):
@@ -75,6 +76,7 @@ class MarkerStream:
         self._grammar = grammar
         self._parse = parse
         self._ids: list[Ids] = []
+        self.reply = Reply()
         self._text = TokenText(detokenizer)
         self._content, self._reasoning = Trimmed(), Trimmed()
         self._new_content: list[str] = []
@@ -103,8 +105,8 @@ class MarkerStream:
         return delta
 
     def finish(self) -> Delta:
-        reply = self._parse(np.concatenate(self._ids) if self._ids else np.zeros(0, np.int32))
-        return Delta(reply.content[self._content.num_shown :], reply.reasoning[self._reasoning.num_shown :])
+        self.reply = self._parse(_joined(self._ids))
+        return Delta(self.reply.content[self._content.num_shown :], self.reply.reasoning[self._reasoning.num_shown :])
 
     def _read(self, token: int) -> None:
         grammar = self._grammar
@@ -227,3 +229,11 @@ class TextStream:
         shown = self._reading.feed(self._text.flush())
         rest = self._reading.finish()
         return Delta(shown.content + rest.content, shown.reasoning + rest.reasoning)
+
+    @property
+    def reply(self) -> Reply:
+        return self._reading.reply
+
+
+def _joined(parts: list[Ids]) -> Ids:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)

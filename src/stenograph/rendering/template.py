@@ -69,6 +69,10 @@ class TemplateRendering:
     def longest_token(self) -> int:
         return self._longest_token
 
+    @property
+    def extends_flat(self) -> bool:
+        return False  # the proof renders all of the text
+
     def render(self, conversation: Conversation) -> Ids:
         with boundary(RequestError, "render the messages with the model's chat template"):
             return self.encode_text(self._render(conversation.messages, conversation.tools, generation=True))

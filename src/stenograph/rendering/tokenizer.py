@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stenograph.config import ModelConfig
 from stenograph.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    AnyTokenizer: TypeAlias = "PlainTokenizer | PreTrainedTokenizerBase"
 
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
@@ -57,6 +60,48 @@ def builtin_tokenizer(markers: Sequence[str] = _MARKERS) -> PreTrainedTokenizerB
         extra_special_tokens=list(markers),
         clean_up_tokenization_spaces=False,
     )
+
+
+class PlainTokenizer:
+    """What `renderers` ask of a tokenizer, by its core alone: what transformers does around that costs ten times more.
+
+    Short texts are remembered: headers and line ends come again in every message.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.name_or_path: str = tokenizer.name_or_path
+        self.chat_template = tokenizer.chat_template
+        self.unk_token_id: Any = tokenizer.unk_token_id
+        self.eos_token_id: Any = tokenizer.eos_token_id
+        self.convert_tokens_to_ids = lru_cache(maxsize=1024)(tokenizer.convert_tokens_to_ids)
+        self._core: Any = tokenizer.backend_tokenizer
+        self._core.encode_special_tokens = tokenizer.split_special_tokens
+        self._remembered = lru_cache(maxsize=4096)(self._encode)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Ids of `text`; special tokens in it are recognised, none are added."""
+        assert not add_special_tokens
+        return [*self._remembered(text)] if len(text) <= _SHORT else self._encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self._core.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._core.encode(text, add_special_tokens=False).ids
+
+
+_SHORT = 64  # characters
+
+
+def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> AnyTokenizer:
+    """`tokenizer` for those who only encode and decode; itself where its class does more than its core."""
+    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+    is_plain = isinstance(tokenizer, TokenizersBackend) and not tokenizer.clean_up_tokenization_spaces
+    for name in ("encode", "_encode_plus", "decode", "_decode"):
+        ours = next((vars(one)[name] for one in type(tokenizer).__mro__ if name in vars(one)), None)
+        is_plain = is_plain and ours in (vars(TokenizersBackend).get(name), vars(PreTrainedTokenizerBase).get(name))
+    return PlainTokenizer(tokenizer) if is_plain else tokenizer
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
