@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 from load import WORDS, Measured, Plan, Target
@@ -122,7 +122,7 @@ class Figures:
             added_ms=1e3 * (through[0] - past[0]),
             added_p99_ms=1e3 * (through[1] - past[1]),
             requests_per_s=num / measured.seconds,
-            cpu_ms=1e3 * measured.cpu_s / num,
+            cpu_ms=1e3 * median(measured.cpu_s),
             peak_mb=peak_mb(pid),
         )
 

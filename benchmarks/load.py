@@ -109,11 +109,11 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of all measured turns together; `cpu_s` is that of the process under load, all its threads."""
+    """Of all measured turns together; `cpu_s` is a turn's in the process under load, all its threads, by round."""
 
     latencies_s: list[float]
     seconds: float
-    cpu_s: float
+    cpu_s: list[float]
     num_bytes: int  # of the last request
 
 
@@ -129,7 +129,8 @@ class Target:
 
 async def measure(http: aiohttp.ClientSession, target: Target, plan: Plan) -> Measured:
     latencies: list[float] = []
-    seconds = cpu_s = 0.0
+    cpu_s: list[float] = []
+    seconds = 0.0
     num_bytes = 0
     for round in range(plan.rounds):
         clients: list[Client | Direct] = []
@@ -147,7 +148,7 @@ async def measure(http: aiohttp.ClientSession, target: Target, plan: Plan) -> Me
             await asyncio.gather(*[client.grow() for client in clients[at : at + 4]])
         began_s, before_s = time.perf_counter(), cpu_of(target.pid)
         taken = await asyncio.gather(*[_take_all(client, plan.num_measured) for client in clients])
-        cpu_s += cpu_of(target.pid) - before_s
+        cpu_s.append((cpu_of(target.pid) - before_s) / (plan.num_measured * plan.concurrency))
         seconds += time.perf_counter() - began_s
         latencies += [one for client in taken for one in client]
         num_bytes = max((client.num_bytes for client in clients if isinstance(client, Client)), default=0)

@@ -24,6 +24,12 @@ from stenograph.traces.trace import TurnState
 log = logging.getLogger(__name__)
 
 
+class _EventStream(web.StreamResponse):
+    """Its head leaves with its first events: each write wakes the client, and costs more than what is written."""
+
+    _send_headers_immediately = False
+
+
 class Answers:
     """Answers the generation requests. A request is given a call of its own, or one whose client went away."""
 
@@ -62,13 +68,12 @@ class Answers:
         await call.hear(0, self._settings.keep_alive_s)
         if call.error is not None:
             raise call.error  # nothing was sent yet, so that the answer can still be a status
-        stream = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+        stream = _EventStream(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         await stream.prepare(http)
         try:
             await self._tell(stream, call, writer)
             if call.error is None:
-                await stream.write(writer.end(call.answered))
-                await self._deliver(http, session, call, stream)
+                await self._deliver(http, session, call, stream, writer.end(call.answered))
             else:
                 await _break_off(http, stream, writer, call.error)
         except ConnectionError:
@@ -92,11 +97,13 @@ class Answers:
             position = len(call.shown)
             await stream.write(b"".join(events))
 
-    async def _deliver(self, http: web.Request, session: Session, call: Call, response: web.StreamResponse) -> None:
+    async def _deliver(
+        self, http: web.Request, session: Session, call: Call, response: web.StreamResponse, rest: bytes = b""
+    ) -> None:
         """Hand over the rest. Delivered means: the last byte left this process while the connection stood."""
         if http.transport is not None:
             http.transport.set_write_buffer_limits(high=0)  # so that draining waits for an empty buffer
-        await response.write_eof()
+        await response.write_eof(rest)
         if http.transport is None or http.transport.is_closing():
             raise ConnectionResetError("the client went away")
         self._settle(session, call, State.DELIVERED)
