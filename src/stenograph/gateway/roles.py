@@ -68,6 +68,7 @@ class Roles:
 
     def __init__(self) -> None:
         self._mains: dict[str | None, _Look] = {}  # by the client's own session id, where it sends one
+        self._begun: dict[str | None, _Look] = {}  # likewise, the first one with tools that no turn may be recorded of
 
     def of(self, headers: Mapping[str, str], request: Request, parent: Role | None) -> Role:
         """The role of a turn that `request` asks for; `parent` is that of the recorded turn that it continues.
@@ -76,10 +77,10 @@ class Roles:
         """
         said = _said(headers, request.hints)
         session = _session(said)
-        main = self._mains.get(session)
         look = _look(request.conversation)
+        main = self._main(session, look)
         begins = parent is None or _goes_on_after_compaction(request.conversation, parent)
-        return (
+        role = (
             _purpose(said, request, look)
             or (_title(request, look) or _probe(request) or _summarizer(look, main) if begins else None)
             or _compaction(request.conversation, main)
@@ -87,6 +88,9 @@ class Roles:
             or (Role(parent.name, f"continues a {parent.name} turn") if parent is not None and not begins else None)
             or _compared(look, main)
         )
+        if role.name == "main" and look.tools:
+            self._begun.setdefault(session, look)
+        return role
 
     def remember(self, headers: Mapping[str, str], request: Request, role: Role, parent: Role | None) -> None:
         """Take note of a turn that was recorded with `role`; what failed says nothing of what the main one is like."""
@@ -94,6 +98,14 @@ class Roles:
         begins = parent is None or _goes_on_after_compaction(request.conversation, parent)
         if role.name == "main" and (begins or session not in self._mains):
             self._mains[session] = _look(request.conversation)
+
+    def _main(self, session: str | None, look: _Look) -> _Look | None:
+        """What the main conversation is like. The first turn of an agent at work takes its time, and may fail.
+
+        Meanwhile its request says already that those without tools are asked on the side.
+        """
+        main = self._mains.get(session)
+        return main if look.tools or (main is not None and main.tools) else self._begun.get(session, main)
 
 
 # --- what the client says ----------------------------------------------------------------------------------------
@@ -187,15 +199,23 @@ def _said_in(conversation: Conversation) -> list[Message]:
 
 
 def _title(request: Request, look: _Look) -> Role | None:
-    if look.tools:
-        return None
-    fields = (request.grammar or {}).get("properties")
-    if isinstance(fields, dict) and len(fields) <= _TITLE_FIELDS and any("title" in name.lower() for name in fields):
-        return Role("title", "no tools and a schema with a title")
     users = [message.content for message in request.conversation.messages if message.role == "user"]
-    if any(_TITLE.search(text[:_OPENING]) for text in (look.system, *users[:1])):
+    is_asked = any(_TITLE.search(text[:_OPENING]) for text in (look.system, *users[:1]))
+    if not look.tools and _has_title(request.grammar or {}):
+        return Role("title", "no tools and a schema with a title")
+    if not look.tools and is_asked:
         return Role("title", "no tools and a title asked for")
+    tools = request.conversation.tools
+    # Qwen Code has its answers in a schema as a function's arguments.
+    if is_asked and len(tools) == 1 and _has_title(tools[0].parameters):
+        return Role("title", "a title asked for, and no tool but one that takes it")
     return None
+
+
+def _has_title(schema: Mapping[str, Any]) -> bool:
+    """Whether what follows `schema` is a title and next to nothing else."""
+    fields = schema.get("properties")
+    return isinstance(fields, dict) and len(fields) <= _TITLE_FIELDS and any("title" in name.lower() for name in fields)
 
 
 def _probe(request: Request) -> Role | None:

@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 from stenograph.dialects import chat, messages, responses
 from stenograph.dialects.base import Request
 from stenograph.gateway.roles import Role, Roles
-from stenograph.types import BranchRole
+from stenograph.types import BranchRole, Tool
 
 Said = tuple[str, str]  # role, text
 
@@ -225,6 +225,23 @@ def test_what_only_resembles_a_title_a_probe_or_a_compaction_is_the_agents_work(
     assert taken(Roles(), {}, request_, None) == MAIN
 
 
+@pytest.mark.parametrize(
+    ("system", "parameters", "role"),
+    [
+        ("Generate a title of 3-7 words for this coding session.", TITLE_SCHEMA, "title"),
+        ("Generate a title of 3-7 words for this coding session.", {"type": "object"}, "main"),
+        ("You keep notes.", TITLE_SCHEMA, "main"),
+    ],
+    ids=["asked for and taken", "asked for alone", "taken alone"],
+)
+def test_a_title_may_be_asked_for_as_a_functions_arguments(
+    system: str, parameters: dict[str, object], role: BranchRole
+) -> None:
+    request = asked(TASK, system=system, tools=("respond_in_schema",))
+    conversation = replace(request.conversation, tools=(Tool("respond_in_schema", "", parameters),))
+    assert taken(Roles(), {}, replace(request, conversation=conversation), None).name == role
+
+
 @pytest.mark.parametrize("parent", ["main", "sub-agent", "compaction", "title", "probe"])
 def test_a_turn_that_continues_another_has_its_role(parent: BranchRole) -> None:
     title = schema(title={"type": "string"})
@@ -318,6 +335,19 @@ def test_the_first_conversation_with_tools_is_main_whatever_was_asked_on_the_sid
     taken(roles, {}, asked(("user", "Is this request safe?"), system="You are a judge.", tools=()), None)
     assert taken(roles, {}, asked(TASK), None) == Role("main", "the first conversation with tools")
     assert taken(roles, {}, asked(TASK, system="You look for files.", tools=("glob",)), None).name == "sub-agent"
+
+
+@pytest.mark.parametrize("before", [(), (asked(TASK, system="Say if this is new.", tools=()),)], ids=["first", "later"])
+def test_what_has_no_tools_is_on_the_side_of_an_agent_whose_first_turn_is_not_recorded_yet(
+    before: tuple[Request, ...],
+) -> None:
+    roles = Roles()
+    for request in before:
+        taken(roles, {}, request, None)
+    assert roles.of({}, asked(TASK), None).name == "main"
+    aside = asked(TASK, system="Say if this is new.", tools=())
+    assert taken(roles, {}, aside, None).name == "sub-agent"
+    assert taken(roles, {"x-session-id": "another"}, aside, None).name == "main"
 
 
 @pytest.mark.parametrize(
