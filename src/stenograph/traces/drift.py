@@ -210,7 +210,7 @@ _CAUSES: dict[str, Cause] = {
 
 def _cause(tree: TraceTree, said: Sequence[Message], asked: Sequence[Message], index: int, field: str) -> Cause:
     before, after = said[index], asked[index]
-    if len(asked) < len(said) and _holds_reply(tree, after):
+    if len(asked) < len(said) and _goes_on_from_summary(tree, asked[index:]):
         return "compaction"
     if message_digests([before])[0] in message_digests(asked[index + 1 :]):
         return "message_inserted"
@@ -228,12 +228,14 @@ def _cause(tree: TraceTree, said: Sequence[Message], asked: Sequence[Message], i
     return "message_changed"
 
 
-def _holds_reply(tree: TraceTree, message: Message) -> bool:
-    """Whether a message that is no reply quotes one: that is how agents go on from a summary."""
-    if message.role == "assistant":
-        return False
+def _goes_on_from_summary(tree: TraceTree, asked: Sequence[Message]) -> bool:
+    """Whether a message that is no reply quotes one, or the first reply is one that sums a conversation up."""
     recent = list(tree.turns.values())[-_RECENT_TURNS:]
-    return any(len(turn.reply.content) >= _SUMMARY_CHARS and turn.reply.content in message.content for turn in recent)
+    replies = {turn.reply.content: turn.role for turn in recent if len(turn.reply.content) >= _SUMMARY_CHARS}
+    if asked[0].role != "assistant" and any(reply in asked[0].content for reply in replies):
+        return True
+    first = next((message.content for message in asked if message.role == "assistant"), "")
+    return replies.get(first) == "compaction"
 
 
 def _field(before: Message, after: Message) -> tuple[str, str, str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from stenograph.traces.drift import Drift
 from stenograph.traces.equivalences import NAMES
 from stenograph.traces.memory import MemoryTraceStore
-from stenograph.types import Conversation, Message, Reply, Tool, ToolCall, Turn
+from stenograph.types import BranchRole, Conversation, Message, Reply, Tool, ToolCall, Turn
 from support.turns import make_turn, user
 
 
@@ -21,13 +23,19 @@ class Recording:
         self._next = 0
 
     def ask(
-        self, messages: Sequence[Message], reply: Reply, *, tools: tuple[Tool, ...] = (), keep: bool = True
+        self,
+        messages: Sequence[Message],
+        reply: Reply,
+        *,
+        tools: tuple[Tool, ...] = (),
+        keep: bool = True,
+        role: BranchRole = "main",
     ) -> Turn:
         match = self.store.match("s", Conversation(tuple(messages), tools))
         num_known = match.num_known if match is not None else 0
         context = [7, *self._ids(2)] if match is None or not keep else self._ids(2)
         turn = make_turn(context, self._ids(2), asked=messages[num_known:], tools=tools)
-        turn = replace(turn, reply=reply, extends=match is not None and keep)
+        turn = replace(turn, reply=reply, extends=match is not None and keep, role=role)
         self.store.commit("s", match.turn if match is not None else None, turn)
         return turn
 
@@ -153,6 +161,17 @@ def test_a_conversation_that_goes_on_from_a_summary() -> None:
     session.ask([SYSTEM, user("a"), said("b"), user("Summarize.")], reply(summary))
     session.ask([SYSTEM, user(f"This goes on from a summary:\n{summary}")], reply("c"))
     assert session.drift().cause == "compaction"
+
+
+@pytest.mark.parametrize(("role", "cause"), [("compaction", "compaction"), ("main", "message_changed")])
+def test_a_conversation_that_goes_on_from_a_summary_that_stays_a_reply(role: BranchRole, cause: str) -> None:
+    session = Recording()
+    summary = "The user asked for a, and the agent did b; what is left is c."
+    session.ask([SYSTEM, user("a")], reply("b"))
+    session.ask([SYSTEM, user("a"), said("b"), user("c")], reply("d"))
+    session.ask([SYSTEM, user("a"), said("b"), user("c"), said("d"), user("Summarize.")], reply(summary), role=role)
+    session.ask([SYSTEM, user("What did we do?"), said(summary), user("Go on.")], reply("e"))
+    assert session.drift().cause == cause
 
 
 def test_another_system_text() -> None:
