@@ -1,0 +1,478 @@
+"""What agent CLIs do within one session beside taking turn after turn: each request has its role, place and books."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stenograph.engines.scripted import Line, ScriptedEngine
+from stenograph.traces.store import Disposition
+from stenograph.types import Reply, ToolCall
+from support.clis import CLAUDE_CODE, CLIS, CODEX, OPENCODE, SESSION, Cli, Thread, codex_turn
+from support.listening import Session, becomes, listening
+from support.tokenizers import any_arguments, family
+
+KEEPS_REASONING = family(thinking_retention="all")
+AGENT = "You are an agent that writes code in the folder you are given. Change files with care, and run the tests."
+SUMMARY = "A bug in parse.py was found and mended; the tests that failed before run well now."
+CALL = ToolCall("", "bash", '{"command": "echo hello"}')
+Outcome = tuple[str, int | None, bool, tuple[str, ...]]  # role, parent by its number, extends, accepted
+
+
+def line(content: str, *calls: ToolCall, reasoning: str = "", **options: Any) -> Line:
+    return Line(KEEPS_REASONING.encode_reply(Reply(content, reasoning, calls)), **options)
+
+
+RUNS = line("I will run it.", CALL, reasoning="A command.", when="Run echo", fault="pace:0.001")
+ENDS = line("It printed hello.", when="hello\n", fault="pace:0.001")
+
+
+@pytest.fixture(params=CLIS)
+def cli(request: pytest.FixtureRequest) -> Cli:
+    return CLIS[request.param]
+
+
+def text_of(line: Line) -> str:
+    return KEEPS_REASONING.decode(line.ids)
+
+
+async def outcomes(session: Session) -> list[Outcome]:
+    turns = await session.turns()
+    numbers: dict[str | None, int | None] = {turn["id"]: n for n, turn in enumerate(turns)} | {None: None}
+    return [(turn["role"], numbers[turn["parent"]], turn["extends"], tuple(turn["accepted"])) for turn in turns]
+
+
+async def causes(session: Session) -> list[str]:
+    return [fork["cause"] for fork in await session.client.json("GET", f"/sessions/{session.id}/drift")]
+
+
+async def samples(session: Session) -> list[tuple[str, list[str]]]:
+    """The role of each sample and what it trains, turn by turn; a turn is trained as a whole, and nothing beside."""
+    told = []
+    for sample in await session.client.json("GET", f"/sessions/{session.id}/samples"):
+        ids, mask = np.array(sample["ids"], np.int32), np.array(sample["loss_mask"], bool)
+        spans = [slice(turn["start"], turn["end"]) for turn in sample["turns"]]
+        trained = [span for span in spans if mask[span].any()]
+        assert sum(mask[span].all() * (span.stop - span.start) for span in trained) == mask.sum()
+        told.append((sample["role"], [KEEPS_REASONING.decode(ids[span]) for span in trained]))
+    return told
+
+
+async def settled(session: Session) -> dict[str, Any]:
+    """Where the tokens are after a step on the samples."""
+    gateway = session.client.gateway
+    gateway.store.settle(session.id, Disposition("trained"), gateway.config.select)
+    ledger = await session.ledger()
+    assert ledger["in_flight"] == 0
+    return {"trained": ledger["trained"], **ledger["masked"], **ledger["dropped"]}
+
+
+def num_tokens(*lines: Line) -> int:
+    return sum(len(line.ids) for line in lines)
+
+
+async def in_flight(session: Session, num_calls: int = 1) -> None:
+    await becomes(lambda: len(session.client.gateway.sessions.find(session.id).tasks) == num_calls)
+
+
+# --- titles --------------------------------------------------------------------------------------------------------
+
+
+TITLE = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+NAMED = line("Echo hello", when="<asked>")
+TITLES: dict[str, tuple[Cli, str, list[str], dict[str, Any]]] = {
+    "Claude Code": (
+        CLAUDE_CODE,
+        "Name the work in 3-7 words.",
+        ["<asked>\nRun echo\n</asked>"],
+        {"output_config": {"effort": "medium", "format": {"type": "json_schema", "schema": TITLE}}},
+    ),
+    "opencode": (
+        OPENCODE,
+        "You are a title generator. You output ONLY a thread title.",
+        ["Generate a title for this conversation:\n", '"<asked>"'],
+        {},
+    ),
+    "Qwen Code": (  # which has its answers in a schema from a function's arguments
+        OPENCODE,
+        "Generate a title of 3-7 words that says what this coding session is about. Return JSON.",
+        ["<asked>"],
+        {"tools": [{"type": "function", "function": {"name": "respond_in_schema", "parameters": TITLE}}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["title first", "agent first"])
+@pytest.mark.parametrize("name", TITLES)
+async def test_a_title_asked_at_the_same_time_is_beside_the_conversation(name: str, is_first: bool) -> None:
+    cli, system, texts, fields = TITLES[name]
+    engine = ScriptedEngine([NAMED, RUNS, ENDS])
+    engine.capabilities = replace(engine.capabilities, constrained=True)
+    async with listening(engine, family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, cli, AGENT, ("bash", "task"))
+        aside = Thread(session, cli, system, (), said=[cli.user(text) for text in texts])
+        asked = [aside.answer(**fields), agent.ask("Run echo")]
+        said = await asyncio.gather(*(asked if is_first else reversed(asked)))
+        assert {one.content for one in said} == {"Echo hello", "I will run it."}
+        await agent.give("hello\n")
+        assert await outcomes(session) == [
+            ("title", None, False, ()),
+            ("main", None, False, ()),
+            ("main", 1, True, cli.accepted),
+        ]
+        assert await samples(session) == [("main", [text_of(RUNS), text_of(ENDS)])]
+        books = await settled(session)
+        assert (books.pop("trained"), sum(books.values())) == (num_tokens(RUNS, ENDS), num_tokens(NAMED))
+
+
+async def test_what_is_asked_without_tools_while_the_agents_first_turn_is_sampled_is_not_its_conversation() -> None:
+    async with listening([RUNS, ENDS, NAMED], family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, OPENCODE, AGENT, ("bash",))
+        aside = Thread(session, OPENCODE, "Say whether this is a new topic.", ())
+        begun = asyncio.create_task(agent.ask("Run echo"))
+        await in_flight(session)
+        await aside.ask("<asked>")
+        assert not begun.done()
+        await begun
+        await agent.give("hello\n")
+        assert [role for role, *_ in await outcomes(session)] == ["sub-agent", "main", "main"]
+        assert await samples(session) == [
+            ("sub-agent", [text_of(NAMED)]),
+            ("main", [text_of(RUNS), text_of(ENDS)]),
+        ]
+
+
+# --- the same asked twice at nearly the same time ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["one", "a"], ids=["equal", "one word apart"])
+async def test_two_summaries_asked_a_moment_apart_are_two_samples(cli: Cli, word: str) -> None:
+    """The second comes while the first is streamed."""
+    summaries = [line(f"{n}: {SUMMARY}", fault="pace:0.002") for n in (1, 2)]
+    goes_on = line("More it is.", when="Now more")
+    select = {"roles": ["main", "compaction"]}
+    async with listening([RUNS, ENDS, *summaries, goes_on], select=select, family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, cli, AGENT)
+        await agent.ask("Run echo")
+        await agent.give("hello\n")
+        headers = codex_turn(SESSION, "compaction") if cli is CODEX else {}
+        pair = [
+            Thread(session, cli, AGENT, said=[*agent.said, cli.user(asks_for_summary(word))], headers=headers)
+            for word in ("one", word)
+        ]
+        first = asyncio.create_task(pair[0].answer())
+        await in_flight(session)
+        second = await pair[1].answer()
+        assert [(await first).content, second.content] == [f"{n}: {SUMMARY}" for n in (1, 2)]
+        await agent.ask("Now more")
+
+        changed = cli.accepted
+        assert await outcomes(session) == [
+            ("main", None, False, ()),
+            ("main", 0, True, changed),
+            ("compaction", 1, True, changed),
+            ("compaction", 1, True, changed),
+            ("main", 1, True, changed),
+        ]
+        assert await causes(session) == ["message_changed"] * (1 if word == "one" else 2)
+        assert await samples(session) == [
+            ("compaction", [text_of(summaries[0])]),
+            ("compaction", [text_of(summaries[1])]),
+            ("main", [text_of(one) for one in (RUNS, ENDS, goes_on)]),
+        ]
+        assert await settled(session) == {"trained": num_tokens(RUNS, ENDS, *summaries, goes_on)}
+
+
+def asks_for_summary(word: str) -> str:
+    return f"Do not call any tools. Summarize the conversation so far in {word} line."
+
+
+# --- counting ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_burst_of_counts_leaves_nothing_and_tells_what_prompts_come_to() -> None:
+    """As Claude Code measures its own context: each tool and each part of its system text alone."""
+    goes_on, short = line("More it is.", when="Now more"), line("Foo.", when="foo")
+    async with listening([RUNS, ENDS, goes_on, short], family=KEEPS_REASONING) as client:
+        session, other = await client.open(), await client.open()
+        agent = Thread(session, CLAUDE_CODE, AGENT)
+        await agent.ask("Run echo")
+        going_on = asyncio.create_task(agent.give("hello\n"))
+        await in_flight(session)
+        parts = [f"foo {'and more ' * n}" for n in range(12)]
+        asked = [{"model": "m", "messages": [{"role": "user", "content": part}], "tools": []} for part in parts]
+        tools = [{"name": "t" * n, "input_schema": {"type": "object"}} for n in range(1, 13)]
+        asked += [{"model": "m", "messages": [{"role": "user", "content": "foo"}], "tools": [tool]} for tool in tools]
+        counts = await asyncio.gather(*(count(session, body) for body in asked))
+        assert not going_on.done()
+        assert (await going_on).content == "It printed hello."
+        assert counts == [await num_prompt(other, body) for body in asked]
+        assert len(set(counts)) == len(asked)
+
+        agent.said.append(CLAUDE_CODE.user("Now more"))
+        body = json.loads(agent.body(stream=False))
+        counted = await count(session, {name: body[name] for name in ("model", "system", "messages", "tools")})
+        assert counted == await num_prompt(session, body)
+        assert await outcomes(session) == [
+            ("main", None, False, ()),
+            ("main", 0, True, ("arguments_respelled",)),
+            ("main", 1, True, ("arguments_respelled",)),
+        ]
+        (sample,) = await client.json("GET", f"/sessions/{session.id}/samples")
+        assert len(sample["ids"]) == counted + num_tokens(goes_on)
+        assert await samples(session) == [("main", [text_of(one) for one in (RUNS, ENDS, goes_on)])]
+        assert await settled(session) == {"trained": num_tokens(RUNS, ENDS, goes_on)}
+
+
+async def count(session: Session, body: dict[str, Any]) -> int:
+    status, _, answer = await session.ask(json.dumps(body).encode(), "/v1/messages/count_tokens?beta=true")
+    assert status == 200, answer
+    return int(json.loads(answer)["input_tokens"])
+
+
+async def num_prompt(session: Session, body: dict[str, Any]) -> int:
+    """Tokens of the prompt that the same asks a turn for."""
+    status, _, answer = await session.ask(json.dumps({"max_tokens": 100, **body}).encode(), "/v1/messages?beta=true")
+    assert status == 200, answer
+    return int(json.loads(answer)["usage"]["input_tokens"])
+
+
+# --- sub-agents ----------------------------------------------------------------------------------------------------
+
+
+async def test_sub_agents_and_their_parent_at_the_same_time_each_keep_their_branch(cli: Cli) -> None:
+    def looks(word: str) -> list[Line]:
+        call = ToolCall("", "grep", json.dumps({"command": f"grep {word}"}))
+        looking = line(f"I look for {word}.", call, when=f"Find {word}", fault="pace:0.001")
+        return [looking, line(f"{word} is in a file.", when=f"{word}:1", fault="pace:0.001")]
+
+    goes_on = line("On to the next.", CALL, when="while they look", fault="pace:0.001")
+    work = {word: looks(word) for word in ("parsers", "writers")}
+    script = [RUNS, ENDS, goes_on, *work["parsers"], *work["writers"]]
+    async with listening(script, family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, cli, AGENT, ("bash", "task"))
+        await agent.ask("Run echo")
+        finders = {
+            word: Thread(session, cli, "You look for files and report their paths.", ("grep",), name=f"{n}a")
+            for n, word in enumerate(work)
+        }
+
+        async def find(word: str) -> None:
+            await finders[word].ask(f"Find {word}")
+            await finders[word].give(f"{word}:1")
+
+        async def go_on() -> None:
+            await agent.give("while they look")
+            await agent.give("hello\n")
+
+        await asyncio.gather(go_on(), *map(find, finders))
+        turns = await outcomes(session)
+        assert sorted(role for role, *_ in turns) == ["main"] * 3 + ["sub-agent"] * 4
+        assert [parent for _, parent, *_ in turns].count(None) == 3
+        assert all(extends for _, parent, extends, _ in turns if parent is not None)
+        told = await samples(session)
+        assert sorted(role for role, _ in told) == ["main", "sub-agent", "sub-agent"]
+        assert sorted(trained for _, trained in told) == sorted(
+            [text_of(one) for one in lines] for lines in ([RUNS, goes_on, ENDS], *work.values())
+        )
+        for sample in await client.json("GET", f"/sessions/{session.id}/samples"):
+            text = KEEPS_REASONING.decode(np.array(sample["ids"], np.int32))
+            assert ["Run echo" in text, "parsers" in text, "writers" in text].count(True) == 1
+        assert await settled(session) == {"trained": num_tokens(*script)}
+
+
+# --- compaction ----------------------------------------------------------------------------------------------------
+
+
+async def test_an_agent_that_is_compacted_goes_on_from_its_summary_on_a_new_branch(cli: Cli) -> None:
+    summary = line(SUMMARY, reasoning="To sum up.", when="ummar")
+    goes_on = line("On with it.", CALL, when="Go on from there")
+    async with listening([goes_on, summary, RUNS, ENDS], family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, cli, AGENT)
+        await agent.ask("Run echo")
+        await agent.give("hello\n")
+        compacted = _compacting(agent)
+        assert (await compacted.answer()).content == SUMMARY
+        agent.said = _from_summary(agent, compacted)
+        await agent.answer()
+        await agent.give("hello\n")
+
+        changed, own_prompt = cli.accepted, cli is not CLAUDE_CODE
+        assert await outcomes(session) == [
+            ("main", None, False, ()),
+            ("main", 0, True, changed),
+            ("compaction", None if own_prompt else 1, not own_prompt, () if own_prompt else changed),
+            ("main", None, False, ()),
+            ("main", 3, True, changed),
+        ]
+        at_compaction = {CLAUDE_CODE.path: [], OPENCODE.path: ["system_changed"], CODEX.path: ["tools_changed"]}
+        assert await causes(session) == [*at_compaction[cli.path], "compaction"]
+        again = [text_of(goes_on), text_of(ENDS)]
+        assert await samples(session) == [("main", [text_of(RUNS), text_of(ENDS)]), ("main", again)]
+        trained = num_tokens(RUNS, ENDS, goes_on, ENDS)
+        assert await settled(session) == {"trained": trained, "role": num_tokens(summary)}
+
+
+def _compacting(agent: Thread) -> Thread:
+    """The request for a summary: of the agent itself, of another agent, or of it without its tools."""
+    session, cli, said = agent.session, agent.cli, list(agent.said)
+    if cli is CLAUDE_CODE:
+        asks = (
+            "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.\n\nCreate a summary of the conversation so far."
+        )
+        return Thread(session, cli, AGENT, said=[*said, cli.user(asks)])
+    if cli is OPENCODE:
+        asks = "Write a prompt for continuing our conversation above: a summary for another session."
+        system = "You are a helpful AI assistant tasked with summarizing conversations."
+        return Thread(session, cli, system, (), said=[*said, cli.user(asks)])
+    asks = "Perform a CONTEXT CHECKPOINT COMPACTION. Write a handoff summary for another LLM that will go on."
+    headers = codex_turn(SESSION, "compaction")
+    return Thread(session, cli, AGENT, (), said=[*said, cli.user(asks)], headers=headers)
+
+
+def _from_summary(agent: Thread, compacted: Thread) -> list[dict[str, Any]]:
+    """How the conversation begins anew: the summary in a message of the user's, or as the reply that it was."""
+    cli = agent.cli
+    if cli is OPENCODE:
+        return [cli.user("What did we do so far?"), compacted.said[-1], cli.user("Go on from there.")]
+    kept = agent.said[:1] if cli is CODEX else []
+    return [*kept, cli.user(f"This is a summary of what was done before:\n\n{SUMMARY}\n\nGo on from there.")]
+
+
+# --- what changes from request to request --------------------------------------------------------------------------
+
+
+async def test_another_token_limit_and_effort_are_the_same_conversation(cli: Cli) -> None:
+    """No model's template here is told of effort, so that a turn notes that it was asked for, and nothing more."""
+    again = line("Once more.", CALL, when="again\n")
+    async with listening([RUNS, again, ENDS], family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, cli, AGENT)
+        await agent.ask("Run echo", **{cli.limit: 3000}, **cli.effort("high"))
+        await agent.give("again\n", **{cli.limit: 64_000}, **cli.effort("low"))
+        await agent.give("hello\n", **{cli.limit: 2000}, **cli.effort("max"))
+        assert await outcomes(session) == [
+            ("main", None, False, ()),
+            ("main", 0, True, cli.accepted),
+            ("main", 1, True, cli.accepted),
+        ]
+        assert await causes(session) == []
+        turns = list(client.gateway.store.tree(session.id).turns.values())
+        assert [turn.sampling.max_tokens for turn in turns] == [3000, 4096, 2000]
+        assert ["ignored:" in note for turn in turns for note in turn.notes].count(True) == 3
+        assert await samples(session) == [("main", [text_of(one) for one in (RUNS, again, ENDS)])]
+        assert await settled(session) == {"trained": num_tokens(RUNS, again, ENDS)}
+
+
+async def test_an_effort_that_changes_within_a_message_is_no_change_of_it() -> None:
+    """Claude Code says the effort of a turn in a message of the system's behind the user's."""
+
+    def about(effort: str) -> dict[str, Any]:
+        return {"role": "system", "content": "The folder is /work.", "output_config": {"effort": effort}}
+
+    runs = replace(RUNS, when="The folder")
+    async with listening([runs, ENDS], family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, CLAUDE_CODE, AGENT)
+        agent.said = [CLAUDE_CODE.user("Run echo"), about("medium")]
+        await agent.answer()
+        agent.said[1] = about("high")
+        await agent.give("hello\n")
+        changed = CLAUDE_CODE.accepted
+        assert await outcomes(session) == [("main", None, False, ()), ("main", 0, True, changed)]
+        assert await samples(session) == [("main", [text_of(runs), text_of(ENDS)])]
+
+
+# --- a stream that is asked for again as a whole -------------------------------------------------------------------
+
+
+async def test_a_retry_that_does_not_stream_after_a_stream_that_broke_off_is_answered_whole(cli: Cli) -> None:
+    cut = replace(RUNS, fault="cut", once=True)
+    async with listening([cut, RUNS, ENDS], family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, cli, AGENT)
+        agent.said.append(cli.user("Run echo"))
+        raw = await session.raw(agent.body(), cli.path)
+        assert (b"200 OK" in raw[:20], b"error" in raw, raw.endswith(b"0\r\n\r\n")) == (True, True, False)
+        assert await session.turns() == []
+        await _go_on_whole(agent)
+        num_cut = num_tokens(cut) // 2
+        assert await settled(session) == {"trained": num_tokens(RUNS, ENDS), "engine_failed": num_cut}
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["in flight", "committed"])
+async def test_a_retry_that_does_not_stream_after_its_client_went_away_has_the_same_turn(cli: Cli, waits: bool) -> None:
+    async with listening([replace(RUNS, once=True), ENDS], family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, cli, AGENT)
+        agent.said.append(cli.user("Run echo"))
+        reader, writer = await session.connect(agent.body(), cli.path)
+        await asyncio.wait_for(reader.readuntil(b'"m"'), 20)  # the model's name is in what begins a stream
+        writer.close()
+        await writer.wait_closed()
+        if waits:
+            await session.until("undelivered")
+        await _go_on_whole(agent)
+        await session.until("delivered", "delivered")
+        assert await settled(session) == {"trained": num_tokens(RUNS, ENDS)}
+
+
+async def _go_on_whole(agent: Thread) -> None:
+    """Ask again without a stream, with the limit that such requests have, and go on from what comes."""
+    said = await agent.answer(stream=False, stream_options=None, **{agent.cli.limit: 21_333})
+    assert (said.content, said.calls) == ("I will run it.", (("bash", CALL.arguments),))
+    await agent.give("hello\n")
+    expected = [("main", None, False, ()), ("main", 0, True, agent.cli.accepted)]
+    assert await outcomes(agent.session) == expected
+    assert await causes(agent.session) == []
+    assert await samples(agent.session) == [("main", [text_of(RUNS), text_of(ENDS)])]
+
+
+# --- arguments that do not parse -----------------------------------------------------------------------------------
+
+
+CALLED = 'I will.\n<tool_call>\n{{"name": "bash", "arguments": {}}}\n</tool_call><|im_end|>'
+MALFORMED = '{"command": "echo hello'
+
+
+@pytest.mark.parametrize("echoes", [False, True], ids=["asked again", "told of"])
+async def test_a_call_whose_arguments_do_not_parse_is_a_sibling_or_gone_on_from(
+    cli: Cli, echoes: bool, tmp_path: Path
+) -> None:
+    """A client drops such a reply and asks the same again, or sends it back with an error for its result."""
+    rendering = any_arguments(tmp_path)
+    script = [Line(rendering.encode_text(CALLED.format(text))) for text in (MALFORMED, CALL.arguments)]
+    script.append(Line(rendering.encode_text("It printed hello.<|im_end|>")))
+    bad, good, ends = script
+    async with listening(script, family=rendering) as client:
+        session = await client.open()
+        agent = Thread(session, cli, AGENT)
+        agent.said.append(cli.user("Run echo"))
+        asked = list(agent.said)
+        await agent.answer()
+        if echoes:
+            said = await agent.give("error: EOF while parsing a string")
+        else:
+            agent.said = asked
+            said = await agent.answer()
+        assert said.calls == (("bash", CALL.arguments),)
+        assert (await agent.give("hello\n")).content == "It printed hello."
+
+        second: Outcome = ("main", 0, True, ()) if echoes else ("main", None, False, ())
+        assert await outcomes(session) == [("main", None, False, ()), second, ("main", 1, True, cli.accepted)]
+        assert await causes(session) == []
+        trained = script if echoes else [good, ends]
+        assert await samples(session) == [("main", [rendering.decode(one.ids) for one in trained])]
+        unadopted = {} if echoes else {"unadopted": num_tokens(bad)}
+        assert await settled(session) == {"trained": num_tokens(*trained), **unadopted}
