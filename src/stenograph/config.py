@@ -127,6 +127,7 @@ class MatchingConfig(Section):
 
     ids_changed: bool = True
     name_changed: bool = True
+    call_mended: bool = True
     arguments_respelled: bool = True
     arguments_mended: bool = True
     reasoning_in_content: bool = True

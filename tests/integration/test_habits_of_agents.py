@@ -476,3 +476,27 @@ async def test_a_call_whose_arguments_do_not_parse_is_a_sibling_or_gone_on_from(
         assert await samples(session) == [("main", [rendering.decode(one.ids) for one in trained])]
         unadopted = {} if echoes else {"unadopted": num_tokens(bad)}
         assert await settled(session) == {"trained": num_tokens(*trained), **unadopted}
+
+
+async def test_a_call_that_no_tool_takes_is_gone_on_from_as_its_client_mends_it(tmp_path: Path) -> None:
+    """opencode runs `bash` where `Bash` was called, and a tool `invalid` of its own where nothing else can be done."""
+    rendering = any_arguments(tmp_path)
+    named = CALLED.format(CALL.arguments).replace("bash", "Bash")
+    script = [Line(rendering.encode_text(text)) for text in (named, CALLED.format(MALFORMED), "Done.<|im_end|>")]
+    async with listening(script, family=rendering) as client:
+        session = await client.open()
+        agent = Thread(session, OPENCODE, AGENT)
+        await agent.ask("Run echo")
+        agent.said[-1]["tool_calls"][0]["function"]["name"] = "bash"
+        await agent.give("hello\n")
+        told = json.dumps({"tool": "bash", "error": "Invalid input for tool bash: JSON parsing failed"})
+        agent.said[-1]["tool_calls"][0]["function"] = {"name": "invalid", "arguments": told}
+        await agent.give("The arguments provided to the tool are invalid.")
+        assert await outcomes(session) == [
+            ("main", None, False, ()),
+            ("main", 0, True, ("arguments_respelled", "call_mended")),
+            ("main", 1, True, ("arguments_respelled", "call_mended")),
+        ]
+        assert await causes(session) == []
+        assert await samples(session) == [("main", [rendering.decode(one.ids) for one in script])]
+        assert await settled(session) == {"trained": num_tokens(*script)}

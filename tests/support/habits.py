@@ -55,7 +55,7 @@ def is_malformed(arguments: str) -> bool:
 
 def _respelled(entry: Entry, protocol: Protocol, chance: random.Random) -> Entry:
     def respell(call: ToolCall) -> ToolCall:
-        if is_malformed(call.arguments):
+        if is_malformed(call.arguments) or call.name == _COMPLAINS:
             return call
         value = _renumbered(json.loads(call.arguments), chance)
         value = dict(chance.sample(list(value.items()), len(value)))
@@ -102,6 +102,18 @@ def _mended(entry: Entry, protocol: Protocol, chance: random.Random) -> Entry:
 
     calls = tuple(map(mend, entry.sent.calls))
     return entry if calls == entry.sent.calls else entry.changed("arguments_mended", calls=calls)
+
+
+def _called_otherwise(entry: Entry, protocol: Protocol, chance: random.Random) -> Entry:
+    """A call that cannot be made, as one of a tool that takes what is wrong with it."""
+
+    def complain(call: ToolCall) -> ToolCall:
+        if not is_malformed(call.arguments):
+            return call
+        return replace(call, name=_COMPLAINS, arguments=json.dumps({"tool": call.name, "error": "no object"}))
+
+    calls = tuple(map(complain, entry.sent.calls))
+    return entry if calls == entry.sent.calls else entry.changed("call_mended", calls=calls)
 
 
 def _without_reasoning(entry: Entry, protocol: Protocol, chance: random.Random) -> Entry:
@@ -158,7 +170,9 @@ def _with_other_ids(history: History, protocol: Protocol, chance: random.Random)
     return tuple(entries)
 
 
+_COMPLAINS = "invalid"
 HABITS: Mapping[str, Habit] = {
+    "call_mended": _each_reply(_called_otherwise),
     "arguments_respelled": _each_reply(_respelled),
     "arguments_mended": _each_reply(_mended),
     "ids_changed": _with_other_ids,

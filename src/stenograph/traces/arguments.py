@@ -38,6 +38,15 @@ def is_mended(raw: str, text: str) -> bool:
     return not value or (len(value) == 1 and raw in value.values()) or _is_repaired(raw, text)
 
 
+def are_complaint(text: str, name: str) -> bool:
+    """Whether `text` says of a call of the tool `name` that it could not be made, and nothing else."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(value, dict) and value.keys() == {"tool", "error"} and value["tool"] == name
+
+
 def _is_repaired(raw: str, text: str) -> bool:
     """A repair adds quotes and brackets, or leaves out what was begun and not ended."""
     if _letters(raw) == _letters(text):

@@ -39,6 +39,11 @@ def name_changed(recorded: Message, came: Message) -> Message:
     return replace(recorded, name=came.name) if differs else recorded
 
 
+def call_mended(recorded: Message, came: Message) -> Message:
+    """A call that no tool takes comes back by its tool's name in lower case, or as another tool's that says why."""
+    return _with_calls(recorded, came, _with_their_tool)
+
+
 def arguments_respelled(recorded: Message, came: Message) -> Message:
     """A client that keeps arguments parsed writes them anew: other spacing, order of keys, escapes and numbers."""
     return _with_arguments(recorded, came, arguments.are_same)
@@ -107,6 +112,7 @@ EQUIVALENCES: dict[str, Equivalence] = {
     for equivalence in (
         ids_changed,
         name_changed,
+        call_mended,
         arguments_respelled,
         arguments_mended,
         reasoning_in_content,
@@ -174,14 +180,26 @@ def _is_joined(blocks: Message, text: str) -> bool:
 
 def _with_arguments(recorded: Message, came: Message, same: Callable[[str, str], bool]) -> Message:
     """`recorded` with the arguments of `came` wherever they differ and are the `same`."""
+
+    def with_theirs(ours: ToolCall, theirs: ToolCall) -> ToolCall:
+        differ = ours.name == theirs.name and ours.arguments != theirs.arguments
+        return replace(ours, arguments=theirs.arguments) if differ and same(ours.arguments, theirs.arguments) else ours
+
+    return _with_calls(recorded, came, with_theirs)
+
+
+def _with_their_tool(ours: ToolCall, theirs: ToolCall) -> ToolCall:
+    """opencode's `invalid` tool takes the name that was called, and what was wrong with the call."""
+    if ours.name != theirs.name == ours.name.lower():
+        return replace(ours, name=theirs.name)
+    if ours.name != theirs.name and arguments.are_complaint(theirs.arguments, ours.name):
+        return replace(ours, name=theirs.name, arguments=theirs.arguments)
+    return ours
+
+
+def _with_calls(recorded: Message, came: Message, theirs: Callable[[ToolCall, ToolCall], ToolCall]) -> Message:
+    """`recorded` with each of its calls as `theirs` makes it from that one and the one that came in its place."""
     if not recorded.tool_calls or len(recorded.tool_calls) != len(came.tool_calls):
         return recorded
-    pairs = zip(recorded.tool_calls, came.tool_calls, strict=True)
-    calls = tuple(_with_theirs(ours, theirs, same) for ours, theirs in pairs)
+    calls = tuple(theirs(*pair) for pair in zip(recorded.tool_calls, came.tool_calls, strict=True))
     return replace(recorded, tool_calls=calls) if calls != recorded.tool_calls else recorded
-
-
-def _with_theirs(ours: ToolCall, theirs: ToolCall, same: Callable[[str, str], bool]) -> ToolCall:
-    if ours.arguments == theirs.arguments or ours.name != theirs.name or not same(ours.arguments, theirs.arguments):
-        return ours
-    return replace(ours, arguments=theirs.arguments)

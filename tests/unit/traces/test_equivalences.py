@@ -48,6 +48,9 @@ ACCEPTED = [
     (calls('{"x": "some words'), calls('{"x": "some words"}'), "arguments_mended"),
     (calls('{"x": 1, "y": "cut o'), calls('{"x":1}'), "arguments_mended"),
     (calls("{'x': True, 'y': None}"), calls('{"x":true,"y":null}'), "arguments_mended"),
+    (calls("{}", name="Bash"), calls("{}", name="bash"), "call_mended"),
+    (calls('{"x": "a', name="bash"), calls('{"tool":"bash","error":"no JSON"}', name="invalid"), "call_mended"),
+    (calls('{"x": 1}', name="shell"), calls('{"error":"no such","tool":"shell"}', name="invalid"), "call_mended"),
     (calls("{}"), calls("{}", id="toolu_x"), "ids_changed"),
     (calls("{}"), calls("{}", id=""), "ids_changed"),
     (Message("tool", "r", tool_call_id="call_1"), Message("tool", "r", tool_call_id="x"), "ids_changed"),
@@ -86,6 +89,8 @@ def test_differences_are_accepted_together() -> None:
     came = Message("assistant", "", "", (ToolCall("x", "f", '{"a":1}'),))
     names = ("ids_changed", "arguments_respelled", "reasoning_dropped", "whitespace_dropped")
     assert accept(recorded, came) == names
+    named, renamed = calls('{"a": 1}', name="Bash"), calls('{"a":1}', name="bash")
+    assert accept(named, renamed) == ("call_mended", "arguments_respelled")
     split = Message("assistant", "<think>\nwhy\nso\n</think>\n\nonetwo", joints=(28,))
     assert split.content[28:] == "two"
     assert accept(said("one\ntwo", "why\nso"), split) == ("reasoning_in_content", "blocks_joined")
@@ -115,6 +120,11 @@ REFUSED = [
     (calls('{"a": Infinity}'), calls('{"a": 1}')),
     (calls('{"a": "x'), calls('{"a": "y"}')),
     (calls("{}"), calls("{}", name="g")),
+    (calls("{}", name="bash"), calls("{}", name="Bash")),
+    (calls("{}", name="bash"), calls('{"tool":"edit","error":"no JSON"}', name="invalid")),
+    (calls("{}", name="bash"), calls('{"tool":"bash","error":"no JSON","x":1}', name="task")),
+    (calls("{}", name="bash"), calls('{"tool":"bash"', name="invalid")),
+    (calls("{}"), calls('{"tool":"f","error":"e"}')),
     (calls("{}"), said("")),
     (said("text"), said("tex")),
     (said("text"), said("")),
