@@ -1,84 +1,41 @@
-"""What agent CLIs do within one session beside taking turn after turn: each request has its role, place and books."""
+"""What agent CLIs ask beside their conversation, and at the same time: each request has its role, place and books."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from stenograph.engines.scripted import Line, ScriptedEngine
-from stenograph.traces.store import Disposition
-from stenograph.types import Reply, ToolCall
+from stenograph.types import ToolCall
 from support.clis import CLAUDE_CODE, CLIS, CODEX, OPENCODE, SESSION, Cli, Thread, codex_turn
-from support.listening import Session, becomes, listening
-from support.tokenizers import any_arguments, family
+from support.listening import Session, listening
+from support.outcomes import (
+    AGENT,
+    CALL,
+    ENDS,
+    KEEPS_REASONING,
+    RUNS,
+    causes,
+    in_flight,
+    line,
+    num_tokens,
+    outcomes,
+    samples,
+    settled,
+    text_of,
+)
 
-KEEPS_REASONING = family(thinking_retention="all")
-AGENT = "You are an agent that writes code in the folder you are given. Change files with care, and run the tests."
 SUMMARY = "A bug in parse.py was found and mended; the tests that failed before run well now."
-CALL = ToolCall("", "bash", '{"command": "echo hello"}')
-Outcome = tuple[str, int | None, bool, tuple[str, ...]]  # role, parent by its number, extends, accepted
-
-
-def line(content: str, *calls: ToolCall, reasoning: str = "", **options: Any) -> Line:
-    return Line(KEEPS_REASONING.encode_reply(Reply(content, reasoning, calls)), **options)
-
-
-RUNS = line("I will run it.", CALL, reasoning="A command.", when="Run echo", fault="pace:0.001")
-ENDS = line("It printed hello.", when="hello\n", fault="pace:0.001")
 
 
 @pytest.fixture(params=CLIS)
 def cli(request: pytest.FixtureRequest) -> Cli:
     return CLIS[request.param]
-
-
-def text_of(line: Line) -> str:
-    return KEEPS_REASONING.decode(line.ids)
-
-
-async def outcomes(session: Session) -> list[Outcome]:
-    turns = await session.turns()
-    numbers: dict[str | None, int | None] = {turn["id"]: n for n, turn in enumerate(turns)} | {None: None}
-    return [(turn["role"], numbers[turn["parent"]], turn["extends"], tuple(turn["accepted"])) for turn in turns]
-
-
-async def causes(session: Session) -> list[str]:
-    return [fork["cause"] for fork in await session.client.json("GET", f"/sessions/{session.id}/drift")]
-
-
-async def samples(session: Session) -> list[tuple[str, list[str]]]:
-    """The role of each sample and what it trains, turn by turn; a turn is trained as a whole, and nothing beside."""
-    told = []
-    for sample in await session.client.json("GET", f"/sessions/{session.id}/samples"):
-        ids, mask = np.array(sample["ids"], np.int32), np.array(sample["loss_mask"], bool)
-        spans = [slice(turn["start"], turn["end"]) for turn in sample["turns"]]
-        trained = [span for span in spans if mask[span].any()]
-        assert sum(mask[span].all() * (span.stop - span.start) for span in trained) == mask.sum()
-        told.append((sample["role"], [KEEPS_REASONING.decode(ids[span]) for span in trained]))
-    return told
-
-
-async def settled(session: Session) -> dict[str, Any]:
-    """Where the tokens are after a step on the samples."""
-    gateway = session.client.gateway
-    gateway.store.settle(session.id, Disposition("trained"), gateway.config.select)
-    ledger = await session.ledger()
-    assert ledger["in_flight"] == 0
-    return {"trained": ledger["trained"], **ledger["masked"], **ledger["dropped"]}
-
-
-def num_tokens(*lines: Line) -> int:
-    return sum(len(line.ids) for line in lines)
-
-
-async def in_flight(session: Session, num_calls: int = 1) -> None:
-    await becomes(lambda: len(session.client.gateway.sessions.find(session.id).tasks) == num_calls)
 
 
 # --- titles --------------------------------------------------------------------------------------------------------
@@ -202,7 +159,8 @@ def asks_for_summary(word: str) -> str:
 async def test_a_burst_of_counts_leaves_nothing_and_tells_what_prompts_come_to() -> None:
     """As Claude Code measures its own context: each tool and each part of its system text alone."""
     goes_on, short = line("More it is.", when="Now more"), line("Foo.", when="foo")
-    async with listening([RUNS, ENDS, goes_on, short], family=KEEPS_REASONING) as client:
+    ends = replace(ENDS, fault="pace:0.01")  # for the burst to be over before
+    async with listening([RUNS, ends, goes_on, short], family=KEEPS_REASONING) as client:
         session, other = await client.open(), await client.open()
         agent = Thread(session, CLAUDE_CODE, AGENT)
         await agent.ask("Run echo")
@@ -348,155 +306,3 @@ def _from_summary(agent: Thread, compacted: Thread) -> list[dict[str, Any]]:
         return [cli.user("What did we do so far?"), compacted.said[-1], cli.user("Go on from there.")]
     kept = agent.said[:1] if cli is CODEX else []
     return [*kept, cli.user(f"This is a summary of what was done before:\n\n{SUMMARY}\n\nGo on from there.")]
-
-
-# --- what changes from request to request --------------------------------------------------------------------------
-
-
-async def test_another_token_limit_and_effort_are_the_same_conversation(cli: Cli) -> None:
-    """No model's template here is told of effort, so that a turn notes that it was asked for, and nothing more."""
-    again = line("Once more.", CALL, when="again\n")
-    async with listening([RUNS, again, ENDS], family=KEEPS_REASONING) as client:
-        session = await client.open()
-        agent = Thread(session, cli, AGENT)
-        await agent.ask("Run echo", **{cli.limit: 3000}, **cli.effort("high"))
-        await agent.give("again\n", **{cli.limit: 64_000}, **cli.effort("low"))
-        await agent.give("hello\n", **{cli.limit: 2000}, **cli.effort("max"))
-        assert await outcomes(session) == [
-            ("main", None, False, ()),
-            ("main", 0, True, cli.accepted),
-            ("main", 1, True, cli.accepted),
-        ]
-        assert await causes(session) == []
-        turns = list(client.gateway.store.tree(session.id).turns.values())
-        assert [turn.sampling.max_tokens for turn in turns] == [3000, 4096, 2000]
-        assert ["ignored:" in note for turn in turns for note in turn.notes].count(True) == 3
-        assert await samples(session) == [("main", [text_of(one) for one in (RUNS, again, ENDS)])]
-        assert await settled(session) == {"trained": num_tokens(RUNS, again, ENDS)}
-
-
-async def test_an_effort_that_changes_within_a_message_is_no_change_of_it() -> None:
-    """Claude Code says the effort of a turn in a message of the system's behind the user's."""
-
-    def about(effort: str) -> dict[str, Any]:
-        return {"role": "system", "content": "The folder is /work.", "output_config": {"effort": effort}}
-
-    runs = replace(RUNS, when="The folder")
-    async with listening([runs, ENDS], family=KEEPS_REASONING) as client:
-        session = await client.open()
-        agent = Thread(session, CLAUDE_CODE, AGENT)
-        agent.said = [CLAUDE_CODE.user("Run echo"), about("medium")]
-        await agent.answer()
-        agent.said[1] = about("high")
-        await agent.give("hello\n")
-        changed = CLAUDE_CODE.accepted
-        assert await outcomes(session) == [("main", None, False, ()), ("main", 0, True, changed)]
-        assert await samples(session) == [("main", [text_of(runs), text_of(ENDS)])]
-
-
-# --- a stream that is asked for again as a whole -------------------------------------------------------------------
-
-
-async def test_a_retry_that_does_not_stream_after_a_stream_that_broke_off_is_answered_whole(cli: Cli) -> None:
-    cut = replace(RUNS, fault="cut", once=True)
-    async with listening([cut, RUNS, ENDS], family=KEEPS_REASONING) as client:
-        session = await client.open()
-        agent = Thread(session, cli, AGENT)
-        agent.said.append(cli.user("Run echo"))
-        raw = await session.raw(agent.body(), cli.path)
-        assert (b"200 OK" in raw[:20], b"error" in raw, raw.endswith(b"0\r\n\r\n")) == (True, True, False)
-        assert await session.turns() == []
-        await _go_on_whole(agent)
-        num_cut = num_tokens(cut) // 2
-        assert await settled(session) == {"trained": num_tokens(RUNS, ENDS), "engine_failed": num_cut}
-
-
-@pytest.mark.parametrize("waits", [False, True], ids=["in flight", "committed"])
-async def test_a_retry_that_does_not_stream_after_its_client_went_away_has_the_same_turn(cli: Cli, waits: bool) -> None:
-    async with listening([replace(RUNS, once=True), ENDS], family=KEEPS_REASONING) as client:
-        session = await client.open()
-        agent = Thread(session, cli, AGENT)
-        agent.said.append(cli.user("Run echo"))
-        reader, writer = await session.connect(agent.body(), cli.path)
-        await asyncio.wait_for(reader.readuntil(b'"m"'), 20)  # the model's name is in what begins a stream
-        writer.close()
-        await writer.wait_closed()
-        if waits:
-            await session.until("undelivered")
-        await _go_on_whole(agent)
-        await session.until("delivered", "delivered")
-        assert await settled(session) == {"trained": num_tokens(RUNS, ENDS)}
-
-
-async def _go_on_whole(agent: Thread) -> None:
-    """Ask again without a stream, with the limit that such requests have, and go on from what comes."""
-    said = await agent.answer(stream=False, stream_options=None, **{agent.cli.limit: 21_333})
-    assert (said.content, said.calls) == ("I will run it.", (("bash", CALL.arguments),))
-    await agent.give("hello\n")
-    expected = [("main", None, False, ()), ("main", 0, True, agent.cli.accepted)]
-    assert await outcomes(agent.session) == expected
-    assert await causes(agent.session) == []
-    assert await samples(agent.session) == [("main", [text_of(RUNS), text_of(ENDS)])]
-
-
-# --- arguments that do not parse -----------------------------------------------------------------------------------
-
-
-CALLED = 'I will.\n<tool_call>\n{{"name": "bash", "arguments": {}}}\n</tool_call><|im_end|>'
-MALFORMED = '{"command": "echo hello'
-
-
-@pytest.mark.parametrize("echoes", [False, True], ids=["asked again", "told of"])
-async def test_a_call_whose_arguments_do_not_parse_is_a_sibling_or_gone_on_from(
-    cli: Cli, echoes: bool, tmp_path: Path
-) -> None:
-    """A client drops such a reply and asks the same again, or sends it back with an error for its result."""
-    rendering = any_arguments(tmp_path)
-    script = [Line(rendering.encode_text(CALLED.format(text))) for text in (MALFORMED, CALL.arguments)]
-    script.append(Line(rendering.encode_text("It printed hello.<|im_end|>")))
-    bad, good, ends = script
-    async with listening(script, family=rendering) as client:
-        session = await client.open()
-        agent = Thread(session, cli, AGENT)
-        agent.said.append(cli.user("Run echo"))
-        asked = list(agent.said)
-        await agent.answer()
-        if echoes:
-            said = await agent.give("error: EOF while parsing a string")
-        else:
-            agent.said = asked
-            said = await agent.answer()
-        assert said.calls == (("bash", CALL.arguments),)
-        assert (await agent.give("hello\n")).content == "It printed hello."
-
-        second: Outcome = ("main", 0, True, ()) if echoes else ("main", None, False, ())
-        assert await outcomes(session) == [("main", None, False, ()), second, ("main", 1, True, cli.accepted)]
-        assert await causes(session) == []
-        trained = script if echoes else [good, ends]
-        assert await samples(session) == [("main", [rendering.decode(one.ids) for one in trained])]
-        unadopted = {} if echoes else {"unadopted": num_tokens(bad)}
-        assert await settled(session) == {"trained": num_tokens(*trained), **unadopted}
-
-
-async def test_a_call_that_no_tool_takes_is_gone_on_from_as_its_client_mends_it(tmp_path: Path) -> None:
-    """opencode runs `bash` where `Bash` was called, and a tool `invalid` of its own where nothing else can be done."""
-    rendering = any_arguments(tmp_path)
-    named = CALLED.format(CALL.arguments).replace("bash", "Bash")
-    script = [Line(rendering.encode_text(text)) for text in (named, CALLED.format(MALFORMED), "Done.<|im_end|>")]
-    async with listening(script, family=rendering) as client:
-        session = await client.open()
-        agent = Thread(session, OPENCODE, AGENT)
-        await agent.ask("Run echo")
-        agent.said[-1]["tool_calls"][0]["function"]["name"] = "bash"
-        await agent.give("hello\n")
-        told = json.dumps({"tool": "bash", "error": "Invalid input for tool bash: JSON parsing failed"})
-        agent.said[-1]["tool_calls"][0]["function"] = {"name": "invalid", "arguments": told}
-        await agent.give("The arguments provided to the tool are invalid.")
-        assert await outcomes(session) == [
-            ("main", None, False, ()),
-            ("main", 0, True, ("arguments_respelled", "call_mended")),
-            ("main", 1, True, ("arguments_respelled", "call_mended")),
-        ]
-        assert await causes(session) == []
-        assert await samples(session) == [("main", [rendering.decode(one.ids) for one in script])]
-        assert await settled(session) == {"trained": num_tokens(*script)}
