@@ -51,7 +51,7 @@ def parse_request(body: bytes, seen: Seen | None = None) -> ChatRequest:
     if num_choices > _MAX_CHOICES:
         raise invalid("n", f"must be at most {_MAX_CHOICES}, got {num_choices}")
     _refuse(fields)
-    messages = tuple(_messages(fields))
+    messages = _messages(fields)
     return ChatRequest(
         conversation=Conversation(messages, _tools(fields), continues_last(fields, messages)),
         asked=read_sampling(fields, stop="stop", max_tokens=("max_completion_tokens", "max_tokens")),
@@ -166,7 +166,7 @@ ROLES: dict[str, Role] = {
 }
 
 
-def _messages(fields: Fields) -> list[Message]:
+def _messages(fields: Fields) -> tuple[Message, ...]:
     messages = fields.each("messages", _message)
     if not messages:
         raise invalid("messages", "must hold at least one message")

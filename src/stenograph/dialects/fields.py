@@ -74,9 +74,9 @@ class Fields:
 
     # What is read through these three may be given again, the same objects, where it comes again: see `seen`.
 
-    def each(self, name: str, read: Callable[[Fields], T]) -> list[T]:
+    def each(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
         """What `read` makes of each object in the list under `name`; never None."""
-        return [read(one) for one in self.objects(name)]
+        return tuple([read(one) for one in self.objects(name)])
 
     def whole(self, name: str, read: Callable[..., T], *also: Any) -> T:
         """What `read` makes of the field `name`, all of this object that it is given, and of `also`; never None."""

@@ -17,14 +17,13 @@ import msgspec
 import numpy as np
 import orjson
 from msgspec import Raw
-from numpy.lib.array_utils import byte_bounds
 
 from stenograph.dialects.fields import Fields, read_body
+from stenograph.dialects.prefixes import NUM_ENDS, Begun, Prefixes
 
 T = TypeVar("T")
 
 Cut = tuple[int, int, bytes]  # body[start:end], and what takes its place
-
 
 _MOST_KEPT = 4  # times the items of the longest body
 _LEAST_KEPT = 1024
@@ -39,18 +38,25 @@ class Seen:
 
     def __init__(self) -> None:
         self.items: defaultdict[type, dict[bytes, Any]] = defaultdict(dict)  # by a shape, by the digest of an item
+        self.prefixes: defaultdict[type, Prefixes] = defaultdict(Prefixes)  # by a shape; of what is among `items`
         self.wholes: set[bytes] = set()  # digests
         self.made: dict[tuple[Any, ...], Any] = {}  # by what made it and what of
         self._longest = 0
 
-    def make_room(self, num_items: int) -> None:
-        """For a body of `num_items`."""
-        self._longest = max(self._longest, num_items)
+    def begun(self, body: bytes, shape: type[msgspec.Struct]) -> Begun:
+        """What of `body` is known by how it begins."""
         num_held = sum(map(len, self.items.values())) + len(self.made)
         if num_held > _MOST_KEPT * self._longest + _LEAST_KEPT:
             self.items.clear()
+            self.prefixes.clear()
             self.wholes.clear()
             self.made.clear()
+        return self.prefixes[shape].find(body)
+
+    def keep(self, body: bytes, shape: type[msgspec.Struct], read: _List, items: tuple[Any, ...]) -> None:
+        """`items` are all that the list in `body` was read to."""
+        self._longest = max(self._longest, len(items))
+        self.prefixes[shape].keep(body, read.begun, read.start, read.ends, items)
 
 
 def read_again(body: bytes, seen: Seen | None, shape: type[msgspec.Struct]) -> Fields:
@@ -60,32 +66,50 @@ def read_again(body: bytes, seen: Seen | None, shape: type[msgspec.Struct]) -> F
     """
     if seen is not None:
         try:
-            return _split(body, seen, shape)
+            return _split(body, seen.begun(body, shape), seen, shape)
         except (msgspec.DecodeError, orjson.JSONDecodeError, RecursionError):
             pass  # reading it whole says what is wrong, or knows it better
     return read_body(body)
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """A list: the items that `begun` knows, then some that are known by their digests, and those that are not.
+
+    `start` and `ends` are where in the body its first item and the last few begin.
+    """
+
+    begun: Begun
+    digests: Sequence[bytes]
+    found: Sequence[Any]  # what these items are known as; None for those that are left in the body
+    start: int
+    ends: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Split(Fields):
     """A body less what is known: a list in `values` holds the items that are not, a whole that is known is null."""
 
+    body: bytes
     seen: Seen
-    known: dict[bytes, Any]  # items
-    items: Mapping[str, Sequence[bytes]]  # their digests
-    found: list[Any]  # what the items are known as; None for those that are left in `values`
+    shape: type[msgspec.Struct]
+    lists: Mapping[str, _List]
     wholes: Mapping[str, bytes]  # their digests
     cut: Mapping[str, Raw]  # wholes that are known
 
-    def each(self, name: str, read: Callable[[Fields], T]) -> list[T]:
-        if name not in self.items:
+    def each(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
+        if name not in self.lists:
             return Fields.each(self, name, read)
-        digests, found = self.items[name], self.found.copy()
+        listed, known = self.lists[name], self.seen.items[self.shape]
+        found, num_begun = [*listed.found], len(listed.begun.items)
         places = [i for i, made in enumerate(found) if made is None]
-        fields = [self.item(name, i, value) for i, value in zip(places, self.values[name], strict=True)]
+        values = zip(places, self.values[name], strict=True)
+        fields = [self.item(name, num_begun + i, value) for i, value in values]
         for i, one in zip(places, fields, strict=True):
-            found[i] = self.known.setdefault(digests[i], read(one))
-        return found
+            found[i] = known.setdefault(listed.digests[i], read(one))
+        items = (*listed.begun.items, *found)
+        self.seen.keep(self.body, self.shape, listed, items)
+        return items
 
     def whole(self, name: str, read: Callable[..., T], *also: Any) -> T:
         if name not in self.wholes:
@@ -105,36 +129,40 @@ class _Split(Fields):
         return made
 
 
-def _split(body: bytes, seen: Seen, shape: type[msgspec.Struct]) -> Fields:
-    given = msgspec.json.decode(body, type=shape)
-    parts = [getattr(given, name) for name in shape.__struct_fields__]
-    seen.make_room(sum(len(part) for part in parts if isinstance(part, list)))
-    known = seen.items[shape]
-    items, found, wholes, cut = {}, [], {}, {}
+def _split(body: bytes, begun: Begun, seen: Seen, shape: type[msgspec.Struct]) -> Fields:
+    rest = body[: begun.start] + body[begun.end :]
+    given = msgspec.json.decode(rest, type=shape)
+    origin = _address(rest)
+    lists, wholes, cut = {}, {}, {}
     cuts: list[Cut] = []
-    start, _ = _bounds(body)
-    for name, part in zip(shape.__struct_fields__, parts, strict=True):
+    for name in shape.__struct_fields__:
+        part = getattr(given, name)
         if not part:
             continue  # there is none, or an empty one
         if isinstance(part, list):
-            items[name] = [_digest(item) for item in part]
+            digests = [_digest(item) for item in part]
             # The last is left in even so: what is cut out then always ends where another item begins.
-            found = [*map(known.get, items[name][:-1]), None]
-            cuts += _runs(part, found, start)
+            found = [*map(seen.items[shape].get, digests[:-1]), None]
+            cuts += _runs(part, found, origin)
+            start, *ends = (_address(item) - origin for item in (part[0], *part[1:][-NUM_ENDS:]))
+            ends = [end + begun.end - begun.start for end in ends]
+            lists[name] = _List(begun, digests, found, start, ends)
         elif isinstance(part, Raw):
             wholes[name] = _digest(part)
             if wholes[name] in seen.wholes:
                 cut[name] = part
-                low, high = _bounds(part)
-                cuts.append((low - start, high - start, b"null"))
-    values = orjson.loads(_without(body, cuts))
-    return _Split(values, seen=seen, known=known, items=items, found=found, wholes=wholes, cut=cut)
+                at = _address(part) - origin
+                cuts.append((at, at + len(memoryview(part)), b"null"))
+    if begun.items and begun.start not in [one.start for one in lists.values()]:
+        return _split(body, Begun(), seen, shape)  # a later list takes the place of the one that was begun
+    values = orjson.loads(_without(rest, cuts))
+    return _Split(values, body=body, seen=seen, shape=shape, lists=lists, wholes=wholes, cut=cut)
 
 
-def _runs(items: Sequence[Raw], found: Sequence[Any], start: int) -> Iterator[Cut]:
-    """The items in a row that are known, each run up to the item that follows it; `start` is the body's."""
+def _runs(items: Sequence[Raw], found: Sequence[Any], origin: int) -> Iterator[Cut]:
+    """The items in a row that are known, each run up to the item that follows it; `origin` is the body's address."""
     edges = [i for i, (one, after) in enumerate(pairwise((None, *found))) if (one is None) is not (after is None)]
-    starts = [_bounds(items[i])[0] - start for i in edges]
+    starts = [_address(items[i]) - origin for i in edges]
     return ((low, high, b"") for low, high in zip(starts[::2], starts[1::2], strict=True))
 
 
@@ -146,10 +174,10 @@ def _without(body: bytes, cuts: Sequence[Cut]) -> bytes:
     return b"".join([*kept, body[at:]])
 
 
-def _bounds(part: bytes | Raw) -> tuple[int, int]:
+def _address(part: bytes | Raw) -> int:
     """Where `part` lies in memory: a Raw is a view of the body that it was found in."""
-    return byte_bounds(np.frombuffer(part, np.uint8))
+    return np.frombuffer(part, np.uint8).ctypes.data
 
 
 def _digest(part: Raw) -> bytes:
-    return hashlib.blake2b(part, digest_size=16).digest()
+    return hashlib.sha256(part).digest()

@@ -67,6 +67,8 @@ ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}
 SEARCH = {"type": "web_search_20250305", "name": "search"}
 MEMORY = {"type": "memory_20250818", "name": "memory"}
 
+MARKED = {"cache_control": {"type": "ephemeral"}}
+
 # By protocol: how it is read, the list that comes again, what is in it, and the rest of a body.
 Case = tuple[Parse, str, list[Any], dict[str, list[Any]]]
 CASES: dict[str, Case] = {
@@ -134,6 +136,49 @@ def test_a_body_reads_the_same_whatever_was_seen(protocol: str, data: st.DataObj
         assert told(parse, body, seen) == told(parse, body, None)
 
 
+@st.composite
+def requests(draw: st.DrawFn, protocol: str) -> list[bytes]:
+    """Requests of a few conversations by turns, each changed as clients change theirs."""
+    _, name, items, rest = CASES[protocol]
+    conversations = [draw(st.lists(st.sampled_from(items[:5]), min_size=1, max_size=4)) for _ in range(2)]
+    tools, is_first = rest["tools"][0], draw(st.booleans())
+    separators = draw(st.sampled_from([(",", ":"), (" ,\n", " :\t")]))
+    bodies = []
+    for _ in range(draw(st.integers(2, 9))):
+        said = draw(st.sampled_from(conversations))
+        at = draw(st.integers(0, len(said) - 1))
+        match draw(st.sampled_from(["add", "add", "add", "rewind", "edit", "swap", "fork", "again"])):
+            case "add":
+                said += draw(st.lists(st.sampled_from(items[:5] * 4 + items), min_size=1, max_size=3))
+            case "rewind":
+                del said[at + 1 :]
+            case "edit":
+                said[at] = draw(st.sampled_from(items))
+            case "swap":
+                said[at], said[-1] = said[-1], said[at]
+            case "fork":
+                conversations.append(said[: at + 1])
+        marked = draw(st.sets(st.integers(len(said) - 3, len(said) - 1)))
+        sent = [one | MARKED if i in marked and isinstance(one, dict) else one for i, one in enumerate(said)]
+        head, tail = {"max_tokens": 9, name: sent}, {"tools": tools, "stream": draw(st.booleans())}
+        body = json.dumps(head | tail if is_first else tail | head, separators=separators).encode()
+        if draw(st.integers(0, 3)) == 0:
+            at = draw(st.integers(0, len(body)))
+            other = [b'"%s":[{"role":"user","content":"y"}],' % name.encode(), b"{", b"},", b"},{"]
+            body = body[:at] + draw(st.sampled_from(JUNK + other)) + body[at + draw(st.integers(0, 2)) :]
+        bodies.append(body)
+    return bodies
+
+
+@each_protocol
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_conversations_that_go_on_read_the_same_whatever_was_seen(protocol: str, data: st.DataObject) -> None:
+    parse, seen = CASES[protocol][0], Seen()
+    for body in data.draw(requests(protocol)):
+        assert told(parse, body, seen) == told(parse, body, None)
+
+
 def written(name: str, items: list[Any], **rest: Any) -> bytes:
     return json.dumps({"max_tokens": 9, **rest, name: items}).encode()
 
@@ -169,6 +214,26 @@ def test_what_stands_beside_known_messages_is_read_as_strictly(protocol: str, ra
 
 
 @each_protocol
+def test_a_body_that_begins_as_another_is_read_as_strictly(protocol: str) -> None:
+    parse, name, items, _ = CASES[protocol]
+    known, key = written(name, items[:5]), b'"%s": ' % name.encode()
+    begun = known[: known.rindex(json.dumps(items[4]).encode())]
+    one = json.dumps(items[0]).encode()
+    ends = [b"", b"]}", b" ]}", b"{", b"{]}", b"{}]}", b"{},]}", b"{},{}]}", b"null]}", b'"{"]}', b"[]]}", b"[{}]]}"]
+    ends += [b",%s]}" % one, b"%s %s]}" % (one, one), b"%s]]}" % one, b"%s}" % one, b"%s], []}" % one, b"%s]" % one]
+    ends += [b"%s], %s%s}" % (one, key, later) for later in (b"[]", b"null", b'"y"', b"[3]", b"[%s]" % one, b"{}")]
+    ends += [b'%s], "%sx": 3}' % (one, name.encode()), b'%s], "metadata": {%s[]}}' % (one, key)]
+    bodies = [begun + end for end in ends]
+    bodies += [b'{"metadata": %s, %s[%s]}' % (known, key, one), json.dumps({"metadata": known.decode()}).encode()]
+    bodies += [known.replace(key, key + b"[%s], " % one + key), known.replace(b", ", b" , ")]
+    for body in bodies:
+        seen = Seen()
+        parse(known, seen)
+        for again in (body, body, known, body[:-2] + b", %s]}" % one):
+            assert told(parse, again, seen) == told(parse, again, None), again
+
+
+@each_protocol
 def test_what_was_seen_is_the_same_objects_again(protocol: str) -> None:
     parse, name, items, rest = CASES[protocol]
     seen = Seen()
@@ -182,6 +247,18 @@ def test_what_was_seen_is_the_same_objects_again(protocol: str) -> None:
     kept = len(first.messages) - unlike
     assert [id(one) for one in again.messages[:kept]] == [id(one) for one in first.messages[:kept]]
     assert again.tools is first.tools
+
+
+@each_protocol
+def test_a_body_that_goes_on_is_known_by_how_it_begins(protocol: str) -> None:
+    parse, name, items, _ = CASES[protocol]
+    seen = Seen()
+    first = parse(written(name, items[:5]), seen).conversation.messages
+    seen.items.clear()  # one by one they are not known any more
+    again = parse(written(name, [*items[:5], *items[:3]]), seen).conversation.messages
+    kept = len(first) - 2  # the last was left to be read, and a turn that wrote several items may be put together again
+    assert kept > 0
+    assert [id(one) for one in again[:kept]] == [id(one) for one in first[:kept]]
 
 
 def test_a_reply_of_several_items_is_the_same_object_again() -> None:
@@ -261,3 +338,13 @@ def test_what_never_comes_again_is_forgotten() -> None:
     assert sum(map(len, seen.items.values())) < 4000
     _, first, again = (chat.parse_request(body(20), seen).conversation.messages for _ in range(3))
     assert all(one is other for one, other in zip(first, again, strict=True))
+
+
+def test_beginnings_are_forgotten_with_their_messages() -> None:
+    seen = Seen()
+    sent = [written("messages", [{"role": "user", "content": f"{n} {i}"} for i in range(400)]) for n in range(10)]
+    first = [chat.parse_request(body, seen).conversation.messages for body in sent]
+    assert sum(map(len, seen.items.values())) < 4000
+    again = chat.parse_request(sent[0], seen).conversation.messages
+    assert again == first[0]
+    assert not any(one is other for one, other in zip(again, first[0], strict=True))
