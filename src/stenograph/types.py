@@ -100,6 +100,7 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     continues: bool = False
+    labels: tuple[bytes, ...] = field(default=(), init=False, repr=False, compare=False)  # kept by `traces.digests`
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,21 @@ async def test_what_is_asked_without_tools_while_the_agents_first_turn_is_sample
         ]
 
 
+async def test_what_is_asked_without_tools_a_moment_before_an_agents_first_turn_is_not_its_conversation() -> None:
+    slow = line("Echo hello", when="<asked>", fault="slow:0.2")
+    async with listening([RUNS, ENDS, slow], family=KEEPS_REASONING) as client:
+        session = await client.open()
+        agent = Thread(session, OPENCODE, AGENT, ("bash",))
+        aside = Thread(session, OPENCODE, "Say whether this is a new topic.", ())
+        asked = asyncio.create_task(aside.ask("<asked>"))
+        await in_flight(session)
+        await agent.ask("Run echo")
+        assert not asked.done()
+        await asked
+        await agent.give("hello\n")
+        assert [role for role, *_ in await outcomes(session)] == ["main", "sub-agent", "main"]
+
+
 # --- the same asked twice at nearly the same time ------------------------------------------------------------------
 
 

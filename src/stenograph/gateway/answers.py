@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from aiohttp import web
 from stenograph.config import Config
 from stenograph.dialects.base import KEEP_ALIVE, Request, Writer
 from stenograph.errors import RequestError, StenographError
-from stenograph.gateway.calls import Call, State
+from stenograph.gateway.calls import Call, Key, State
 from stenograph.gateway.sessions import Session
 from stenograph.gateway.turns import Turns
 from stenograph.traces.digests import conversation_labels
@@ -166,13 +165,13 @@ class Answers:
 _MARKS: dict[State, TurnState] = {State.DELIVERED: "delivered", State.UNDELIVERED: "undelivered"}
 
 
-def _key(request: Request) -> bytes:
+def _key(request: Request) -> Key:
     """Equal for requests that ask the same: not the same bytes, for clients change what means nothing."""
     grammar = orjson.dumps(request.grammar, option=orjson.OPT_SORT_KEYS)
     # The response that is stored is what the next request goes on from, so how it is stored counts too.
-    rest = orjson.dumps([request.conversation.continues, request.num_choices, request.store, request.num_instructions])
+    stored = (request.store, request.num_instructions)
     said = conversation_labels(request.conversation)
-    return hashlib.blake2b(b"".join((*said, rest, grammar)), digest_size=16).digest()
+    return (said, grammar, request.conversation.continues, request.num_choices, *stored)
 
 
 async def _break_off(http: web.Request, stream: web.StreamResponse, writer: Writer, e: Exception) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from enum import StrEnum, auto
 
 from stenograph.dialects.base import Answered, Request
@@ -37,12 +37,13 @@ _NEXT = {
 }
 
 
+Key = tuple[Hashable, ...]
+
+
 class Call:
     """One request's answer in the making. `key` is the same for requests that ask the same."""
 
-    def __init__(
-        self, request: Request, headers: Mapping[str, str], key: bytes, max_tokens: int, num_bytes: int
-    ) -> None:
+    def __init__(self, request: Request, headers: Mapping[str, str], key: Key, max_tokens: int, num_bytes: int) -> None:
         self.name = secrets.token_hex(8)
         self.request = request
         self.headers = headers
@@ -118,7 +119,7 @@ class Call:
             return False
         return True
 
-    def answers(self, key: bytes, max_tokens: int) -> bool:
+    def answers(self, key: Key, max_tokens: int) -> bool:
         """Whether this call, its client gone, answers a request too: the same, and no longer where that would count."""
         gone = self.given_up or self.state in (State.DELIVERED, State.FAILED)
         if self.has_client or gone or self.key != key:

@@ -35,6 +35,14 @@ _SUMMARY = re.compile(
     rf"\b({_TALK}|context)\W+(\w+\W+)?(compact|compress|summar|hand-?off)\w*",
     re.IGNORECASE,
 )
+_SUMMARIES = (
+    "summar",
+    "compact",
+    "compress",
+    "condens",
+    "handoff",
+    "hand-off",
+)  # of these there is one in all the above
 _GOES_ON = re.compile(r"\b(continu|resum)\w*|\bhand-?off\b|\bso far\b", re.IGNORECASE)
 _FORBIDS_TOOLS = re.compile(r"\b(not|never|without|no)\b[^.!?]{0,40}\btools?\b", re.IGNORECASE)
 
@@ -194,13 +202,9 @@ def _instructs(message: Message) -> bool:
     return message.role in ("system", "developer")
 
 
-def _said_in(conversation: Conversation) -> list[Message]:
-    return [message for message in conversation.messages if not _instructs(message)]
-
-
 def _title(request: Request, look: _Look) -> Role | None:
-    users = [message.content for message in request.conversation.messages if message.role == "user"]
-    is_asked = any(_TITLE.search(text[:_OPENING]) for text in (look.system, *users[:1]))
+    user = next((message.content for message in request.conversation.messages if message.role == "user"), "")
+    is_asked = any(_TITLE.search(text[:_OPENING]) for text in (look.system, user))
     if not look.tools and _has_title(request.grammar or {}):
         return Role("title", "no tools and a schema with a title")
     if not look.tools and is_asked:
@@ -219,7 +223,7 @@ def _has_title(schema: Mapping[str, Any]) -> bool:
 
 
 def _probe(request: Request) -> Role | None:
-    said = _said_in(request.conversation)
+    said = [message for message in request.conversation.messages if not _instructs(message)]
     if len(said) != 1:
         return None
     text = said[0].content.strip()
@@ -232,9 +236,15 @@ def _probe(request: Request) -> Role | None:
 
 def _summarizer(look: _Look, main: _Look | None) -> Role | None:
     """Some clients have another agent make their summaries, in a conversation of its own."""
-    if main is None or not _SUMMARY.search(look.system[:_OPENING]) or _likeness(look.system, main.system) >= _ALIKE:
+    if main is None or not _asks_for_summary(look.system[:_OPENING]) or _likeness(look.system, main.system) >= _ALIKE:
         return None
     return Role("compaction", "a system prompt for summaries of conversations")
+
+
+def _asks_for_summary(text: str) -> bool:
+    """Most texts have none of these words; to look for them first costs a tenth of looking for what they stand in."""
+    lower = text.lower()
+    return any(word in lower for word in _SUMMARIES) and _SUMMARY.search(text) is not None
 
 
 def _compaction(conversation: Conversation, main: _Look | None) -> Role | None:
@@ -244,7 +254,7 @@ def _compaction(conversation: Conversation, main: _Look | None) -> Role | None:
     """
     asked = _asked_last(conversation)
     replied = any(message.role == "assistant" for message in conversation.messages)
-    if not replied or not _SUMMARY.search(asked[: 2 * _OPENING]):
+    if not replied or not _asks_for_summary(asked[: 2 * _OPENING]):
         return None
     if conversation.tools:
         aside, how = _FORBIDS_TOOLS.search(asked) is not None, "and no tools allowed"
@@ -255,8 +265,8 @@ def _compaction(conversation: Conversation, main: _Look | None) -> Role | None:
 
 def _asked_last(conversation: Conversation) -> str:
     """The text of the user's message that is to be answered, if it is one."""
-    said = _said_in(conversation)
-    return said[-1].content if said and said[-1].role == "user" else ""
+    last = next((message for message in reversed(conversation.messages) if not _instructs(message)), None)
+    return last.content if last is not None and last.role == "user" else ""
 
 
 def _goes_on_after_compaction(conversation: Conversation, parent: Role) -> bool:

@@ -70,6 +70,10 @@ class HarmonyStream(MarkerStream):
         self._header: list[int] | None = None
         self.state = harmony.begins(prompt)
 
+    @property
+    def _in_text(self) -> bool:
+        return self._header is None and super()._in_text
+
     def _read(self, token: int) -> None:
         if self._header is None:
             super()._read(token)

@@ -94,11 +94,15 @@ class MarkerStream:
 
     def feed(self, ids: Ids) -> Delta:
         self._ids.append(ids)
-        for token in ids.tolist():
-            if self.state in _HOLDING:
-                break
-            self._read(token)
-            self.num_read += self.state not in _HOLDING
+        tokens = ids.tolist()
+        if self._in_text and self._grammar.states[self.state].keys().isdisjoint(tokens):
+            self._read_run(tokens)
+        else:
+            for token in tokens:
+                if self.state in _HOLDING:
+                    break
+                self._read(token)
+                self.num_read += self.state not in _HOLDING
         delta = Delta("".join(self._new_content), "".join(self._new_reasoning))
         self._new_content.clear()
         self._new_reasoning.clear()
@@ -107,6 +111,26 @@ class MarkerStream:
     def finish(self) -> Delta:
         self.reply = self._parse(_joined(self._ids))
         return Delta(self.reply.content[self._content.num_shown :], self.reply.reasoning[self._reasoning.num_shown :])
+
+    @property
+    def _in_text(self) -> bool:
+        """Whether only a marker can make more of the next token than text."""
+        if self.state is State.REASONING and self._lead is not None:
+            return False
+        return self.state in (State.REASONING, State.CONTENT) and self.num_read > 0
+
+    def _read_run(self, tokens: list[int]) -> None:
+        """Text, at once where no marker is spelled in it: what is held from there on is counted by token."""
+        texts = [self._text.push(token) for token in tokens]
+        whole = "".join(texts)
+        if not any(marker in self._pending + whole for marker in self._grammar.spelled):
+            self._show(whole)
+            self.num_read += len(tokens)
+            return
+        for text in texts:
+            if self.state not in _HOLDING:
+                self._show(text)
+                self.num_read += self.state not in _HOLDING
 
     def _read(self, token: int) -> None:
         grammar = self._grammar

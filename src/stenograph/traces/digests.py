@@ -10,9 +10,12 @@ import orjson
 from stenograph.types import Conversation, Message, Tool
 
 
-def conversation_labels(conversation: Conversation) -> list[bytes]:
+def conversation_labels(conversation: Conversation) -> tuple[bytes, ...]:
     """What a conversation is searched by: its tools, then message by message."""
-    return [tools_digest(conversation.tools), *message_digests(conversation.messages)]
+    if not conversation.labels:
+        labels = (tools_digest(conversation.tools), *message_digests(conversation.messages))
+        object.__setattr__(conversation, "labels", labels)
+    return conversation.labels
 
 
 def message_digests(messages: Iterable[Message]) -> list[bytes]:

@@ -44,7 +44,7 @@ class _Asked:
     """
 
     messages: tuple[Message, ...]
-    labels: list[bytes]
+    labels: tuple[bytes, ...]
     last_reply: int
 
     @staticmethod
@@ -58,7 +58,7 @@ class _Asked:
         messages, labels = list(self.messages), list(self.labels)
         messages.insert(to, messages.pop(index))
         labels.insert(to + 1, labels.pop(index + 1))
-        return _Asked(tuple(messages), labels, self.last_reply)
+        return _Asked(tuple(messages), tuple(labels), self.last_reply)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
