@@ -15,6 +15,7 @@ import orjson
 
 from stenograph.errors import EngineError, EngineUnavailable
 
+HEADERS = {"content-type": "application/json", "accept-encoding": "identity"}  # of every request
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 3.0  # servers close an idle connection after 5; a request sent into that moment would fail
 _ASK_TIMEOUT_S = 30.0  # for what the server answers without generating
@@ -30,11 +31,8 @@ async def answer(
     Raises EngineUnavailable where the server cannot be reached, EngineError for another status or a cut.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
-    headers = {"content-type": "application/json", "accept-encoding": "identity"}
     try:
-        response = await session.request(
-            method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-        )
+        response = await session.request(method, url, data=body, timeout=timeout, allow_redirects=False)
     except (aiohttp.ClientError, OSError) as e:
         raise unreachable(url, e) from e
     try:

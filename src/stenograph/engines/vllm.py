@@ -14,8 +14,8 @@ import orjson
 
 from stenograph.config import EngineConfig
 from stenograph.engines.base import Capabilities, Chunk, Generate, PauseMode, WeightSource
-from stenograph.engines.http import CONNECT_TIMEOUT_S, KEEP_ALIVE_S, answer, ask, quoted, read_json
-from stenograph.engines.vllm_events import check_echo, read_event, read_events, read_tokens
+from stenograph.engines.http import CONNECT_TIMEOUT_S, HEADERS, KEEP_ALIVE_S, answer, ask, quoted, read_json
+from stenograph.engines.vllm_events import Reader, read_events, read_tokens
 from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable
 
 _PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}  # in vLLM's words
@@ -46,7 +46,8 @@ class VllmEngine:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # a turn takes as long as it takes
             read_bufsize=2**18,
-            headers={"authorization": f"Bearer {key.get_secret_value()}"} if key is not None else None,
+            headers=HEADERS | ({"authorization": f"Bearer {key.get_secret_value()}"} if key is not None else {}),
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         try:
             model, length = _served(await ask(session, "GET", f"{server}/v1/models"))
@@ -76,29 +77,21 @@ class VllmEngine:
         """Raises ContextOverflow, EngineUnavailable where nothing was generated, EngineError for any answer unsound."""
         self._check_open()
         prompt = orjson.dumps(np.ascontiguousarray(request.ids), option=orjson.OPT_SERIALIZE_NUMPY)
-        num_ids, echoed = 0, False
+        reader = Reader(prompt, request.ids)
         async with self._answered(self._body(request, prompt)) as response:
-            async with aclosing(read_events(response.content.iter_any())) as events:
-                async for data in events:
-                    if data == b"[DONE]":
+            async with aclosing(read_events(response.content.iter_any())) as together:
+                async for events in together:
+                    for chunk in reader.read(events):
+                        if chunk.finish_reason is not None:  # the turn is whole, whatever becomes of the connection
+                            await _drain(response)
+                            yield chunk
+                            return
+                        yield chunk
+                    if reader.done:
                         break
-                    read = read_event(data)
-                    if read is None:
-                        continue
-                    chunk, echo = read
-                    if not echoed:
-                        check_echo(echo, prompt, request.ids)
-                        echoed = True
-                    num_ids += len(chunk.ids)
-                    if chunk.finish_reason is not None:  # the turn is whole, whatever becomes of the connection
-                        await _drain(response)
-                        yield chunk
-                        return
-                    if len(chunk.ids):
-                        yield chunk
-        if not echoed:  # so vLLM answers a request that was aborted before its first token
+        if not reader.echoed:  # so vLLM answers a request that was aborted before its first token
             raise EngineUnavailable("the engine ended its stream before the first token; try again", retry_after_s=1)
-        raise EngineError(f"the engine's stream ended after {num_ids} tokens without a finish reason")
+        raise EngineError(f"the engine's stream ended after {reader.num_ids} tokens without a finish reason")
 
     async def tokenize(self, text: str) -> list[int] | None:
         """The server's own ids of `text`, special tokens in it recognised; None where it has no /tokenize."""

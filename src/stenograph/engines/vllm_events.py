@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -47,25 +48,65 @@ _events = msgspec.json.Decoder(_Event)
 _tokens = msgspec.json.Decoder(_Tokens)
 
 
-async def read_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The data of each event, one line each. Lines are cut anywhere and of any length: they are joined once."""
+async def read_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[list[bytes], None]:
+    """The data of the events that came together, one line each. Lines are cut anywhere: they are joined once."""
     held: list[bytes] = []
     async for piece in pieces:
         *lines, rest = piece.split(b"\n")
-        for line in lines:
-            whole = b"".join((*held, line))
+        if lines:
+            lines[0] = b"".join((*held, lines[0]))
             held.clear()
-            if whole.startswith(b"data:"):
-                yield whole[5:].strip()
         if rest:
             held.append(rest)
+        if events := [line[5:].strip() for line in lines if line.startswith(b"data:")]:
+            yield events
 
 
-def read_event(data: bytes) -> tuple[Chunk, Raw] | None:
-    """What was sampled, and the JSON of the prompt that is echoed, if any; None where the event tells of usage alone.
+@dataclass(slots=True)
+class Reader:
+    """Reads the events of one answer to the prompt `sent`, which went out as the JSON `text`."""
 
-    Raises EngineError for an error that the engine tells of, and for what is no event of a vLLM server.
-    """
+    text: bytes
+    sent: Ids
+    num_ids: int = 0
+    echoed: bool = False
+    done: bool = False  # whether the server said that nothing follows
+
+    def read(self, events: Iterable[bytes]) -> Iterator[Chunk]:
+        """One chunk of what the events say, if anything: under load many come together, and each chunk has its price.
+
+        Raises EngineError for what cannot be recorded truly, after the chunk of what was sampled before it.
+        """
+        ids: list[int] = []
+        logprobs: list[float] = []
+        finish_reason, error = None, None
+        try:
+            for data in events:
+                if data == b"[DONE]":
+                    self.done = True
+                    break
+                choice = _read_event(data)
+                if choice is None:
+                    continue
+                if not self.echoed:
+                    check_echo(choice.prompt_token_ids, self.text, self.sent)
+                    self.echoed = True
+                ids += choice.token_ids
+                logprobs += choice.logprobs.token_logprobs if choice.logprobs is not None else []
+                finish_reason = choice.finish_reason
+                if finish_reason is not None:
+                    break
+        except EngineError as e:
+            error = e
+        self.num_ids += len(ids)
+        if ids or finish_reason is not None:
+            yield Chunk(np.array(ids, np.int32), np.array(logprobs, np.float32), 0, finish_reason)
+        if error is not None:
+            raise error
+
+
+def _read_event(data: bytes) -> _Choice | None:
+    """The one choice of an event; None where it has none (usage)."""
     try:
         event = _events.decode(data)
     except (msgspec.DecodeError, RecursionError) as e:
@@ -77,12 +118,10 @@ def read_event(data: bytes) -> tuple[Chunk, Raw] | None:
     if not event.choices:
         return None
     choice = event.choices[0]
-    logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-    if len(choice.token_ids) != len(logprobs):
-        told = f"{len(logprobs)} logprobs for {len(choice.token_ids)} tokens"
-        raise EngineError(f"the engine sent {told}; is it a vLLM server?")
-    ids, numbers = np.array(choice.token_ids, np.int32), np.array(logprobs, np.float32)
-    return Chunk(ids, numbers, 0, choice.finish_reason), choice.prompt_token_ids
+    num_ids, num_logprobs = len(choice.token_ids), len(choice.logprobs.token_logprobs) if choice.logprobs else 0
+    if num_ids != num_logprobs:
+        raise EngineError(f"the engine sent {num_logprobs} logprobs for {num_ids} tokens; is it a vLLM server?")
+    return choice
 
 
 def read_tokens(data: bytes) -> list[int]:

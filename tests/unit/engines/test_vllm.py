@@ -165,7 +165,7 @@ def test_events_are_joined_whatever_the_pieces(texts: list[bytes], cuts: set[int
             yield stream[a:b]
 
     async def collect() -> list[bytes]:
-        return [data async for data in read_events(pieces())]
+        return [data async for events in read_events(pieces()) for data in events]
 
     assert asyncio.run(collect()) == texts
 
