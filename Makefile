@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo learn test test-slow check format clean
+.PHONY: setup demo learn test test-slow test-extra test-clients ci-tools clients check format clean
 
 setup: $(INSTALLED)
 
@@ -29,6 +29,19 @@ test: setup
 test-slow: setup
 	$(BIN)/pytest -m slow
 
+# Agent programs, by npm: CI's are those that are quickest to bring and to run.
+ci-tools: setup
+	PYTHONPATH=tests $(BIN)/python -m support.clients codex claude-code
+
+clients: setup
+	PYTHONPATH=tests $(BIN)/python -m support.clients
+
+# With what is there of the programs, and with all of them.
+test-extra: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical -m clients tests/clients
+
+test-clients: clients test-extra
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,4 +53,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .clients runs .pytest_cache .ruff_cache .hypothesis
