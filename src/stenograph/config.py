@@ -136,6 +136,7 @@ class MatchingConfig(Section):
     blocks_joined: bool = True
     header_changed: bool = True
     results_reordered: bool = True
+    reply_split: bool = True
 
 
 class StoreConfig(Section):

@@ -106,6 +106,17 @@ def results_reordered(answered: Sequence[str | None], id: str | None) -> int | N
     return answered.index(id) if id is not None and id in answered else None
 
 
+def reply_split(came: Message, following: Message) -> Message | None:
+    """The reply that two messages in a row are; None where they are none.
+
+    Clients keep what arrived of a reply that broke off, if only its beginning, and send it before what came instead.
+    """
+    if came.role != "assistant" or following.role != "assistant" or came.tool_calls:
+        return None
+    reasoning = came.reasoning + following.reasoning
+    return replace(following, content=came.content + following.content, reasoning=reasoning, joints=())
+
+
 # In the order in which they are tried: one may leave less for the next.
 EQUIVALENCES: dict[str, Equivalence] = {
     equivalence.__name__: equivalence
@@ -122,7 +133,7 @@ EQUIVALENCES: dict[str, Equivalence] = {
         blocks_joined,
     )
 }
-NAMES = (*EQUIVALENCES, results_reordered.__name__)
+NAMES = (*EQUIVALENCES, results_reordered.__name__, reply_split.__name__)
 
 
 def undo(recorded: Message, came: Message, allowed: Collection[str] = NAMES) -> tuple[Message, tuple[str, ...]]:

@@ -13,7 +13,7 @@ from itertools import islice, takewhile
 from operator import is_
 
 from stenograph.traces.digests import conversation_labels
-from stenograph.traces.equivalences import NAMES, accept, ids_changed, minted_turns, results_reordered
+from stenograph.traces.equivalences import NAMES, accept, ids_changed, minted_turns, reply_split, results_reordered
 from stenograph.traces.trace import ToldNode, TraceTree
 from stenograph.types import Conversation, Message
 
@@ -60,6 +60,11 @@ class _Asked:
         labels.insert(to + 1, labels.pop(index + 1))
         return _Asked(tuple(messages), tuple(labels), self.last_reply)
 
+    def with_joined(self, index: int, reply: Message) -> _Asked:
+        """`reply` in the place of the message at `index` and of the next one."""
+        messages = (*self.messages[:index], reply, *self.messages[index + 2 :])
+        return _Asked(messages, [*self.labels[: index + 1], *self.labels[index + 2 :]], self.last_reply - 1)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
@@ -79,6 +84,10 @@ class _Place:
     depth: int
     asked: _Asked
     changes: _Change | None = None
+
+    @property
+    def is_last_reply(self) -> bool:
+        return self.depth == self.asked.last_reply
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +139,7 @@ class Matcher:
             return None
         self._recent.remove(begun)  # what is found now takes its place
         best = self._search(tree, _Place(begun.node, len(begun.messages) + 1, asked, begun.changes))
-        return best if best is not None and best.depth == asked.last_reply else None
+        return best if best is not None and best.is_last_reply else None
 
     def _search(self, tree: TraceTree, start: _Place) -> _Place | None:
         """The deepest place where a recorded reply ends what was asked so far.
@@ -138,17 +147,16 @@ class Matcher:
         Where it is not the last reply, what stands beside the equal messages is tried too: an equal one may have led
         to nothing.
         """
-        last_reply = start.asked.last_reply
         best: _Place | None = None
-        ways = [start] if last_reply else []
+        ways = [start] if start.asked.last_reply else []
         beside: list[_Place] = []
         num_left = _MOST_PLACES
-        while ways and (best is None or best.depth < last_reply):
+        while ways and not (best is not None and best.is_last_reply):
             way = ways.pop()
             end, valued = _follow(way)
             if valued is not None and (best is None or valued.depth > best.depth):
                 best = valued
-            if 0 < end.depth < last_reply:
+            if 0 < end.depth < end.asked.last_reply:
                 ways += self._turn_offs(tree, end)
             if end.depth > 0:
                 beside += (passed := list(islice(_passed(way, end), num_left)))
@@ -194,7 +202,8 @@ class Matcher:
         """By which names the message at `index` is `recorded`; of parallel results, the one that answers its call."""
         came = asked.messages[index]
         if recorded.role != "tool" or came.role != "tool":
-            return asked, accept(recorded, came, self.allowed)
+            names = accept(recorded, came, self.allowed)
+            return (asked, names) if names is not None else self._compare_joined(recorded, asked, index)
         ids = _ids_by_theirs(tree, turn, asked.messages, index)
         answered = [ids.get(one.tool_call_id or "", one.tool_call_id) for one in _run(asked.messages, index)]
         at = results_reordered(answered, recorded.tool_call_id) or 0
@@ -211,6 +220,16 @@ class Matcher:
             return asked, None
         names += (ids_changed.__name__,) if renamed else ()
         return (asked.with_earlier(index + at, index), (*names, results_reordered.__name__)) if at else (asked, names)
+
+    def _compare_joined(self, recorded: Message, asked: _Asked, index: int) -> tuple[_Asked, tuple[str, ...] | None]:
+        """By which names the message at `index` and the next one are `recorded`; the last message is no reply."""
+        if reply_split.__name__ not in self.allowed or index + 2 >= len(asked.messages):
+            return asked, None
+        reply = reply_split(*asked.messages[index : index + 2])
+        names = accept(recorded, reply, self.allowed) if reply is not None else None
+        if reply is None or names is None:
+            return asked, None
+        return asked.with_joined(index, reply), (*names, reply_split.__name__)
 
 
 def _follow(way: _Place) -> tuple[_Place, _Place | None]:

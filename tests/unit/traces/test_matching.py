@@ -337,3 +337,19 @@ def test_conversations_at_the_same_time_go_on_each_from_its_own() -> None:
             found = match(tree, *said[n], user("go on"), matcher=matcher)
             assert found is not None
             assert found.turn == turn.id
+
+
+@pytest.mark.parametrize("rest", ["", "I "])
+def test_what_arrived_of_a_reply_that_broke_off_is_part_of_what_came_instead(rest: str) -> None:
+    """An empty message stands before another try; a text is what the next reply goes on from."""
+    tree = TraceTree()
+    first = add(tree, [user("a")], calling(*CALLS[:1], content="I call."))
+    second = add(tree, [result("x", "call_0")], Reply("done"), first)
+    other = replace(first.reply.message(), content="I call."[len(rest) :])
+    said = (user("a"), Message("assistant", rest), other, result("x", "call_0"), second.reply.message(), user("b"))
+    found = match(tree, *said)
+    assert found is not None
+    assert (found.turn, found.num_known, found.accepted) == (second.id, 4, ("reply_split",))
+    assert found.asked.messages == (*said[:1], first.reply.message(), *said[3:])
+    assert match(tree, *said, matcher=Matcher(allowed=("ids_changed",))) is None
+    assert match(tree, user("a"), Message("assistant", "Other. "), *said[2:]) is None
