@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 
 import orjson
@@ -13,7 +13,7 @@ from aiohttp import web
 from stenograph.config import Config
 from stenograph.dialects.base import KEEP_ALIVE, Request, Writer
 from stenograph.errors import RequestError, StenographError
-from stenograph.gateway.calls import Call, Key, State
+from stenograph.gateway.calls import Call, State
 from stenograph.gateway.sessions import Session
 from stenograph.gateway.turns import Turns
 from stenograph.traces.digests import conversation_labels
@@ -165,7 +165,7 @@ class Answers:
 _MARKS: dict[State, TurnState] = {State.DELIVERED: "delivered", State.UNDELIVERED: "undelivered"}
 
 
-def _key(request: Request) -> Key:
+def _key(request: Request) -> Hashable:
     """Equal for requests that ask the same: not the same bytes, for clients change what means nothing."""
     grammar = orjson.dumps(request.grammar, option=orjson.OPT_SORT_KEYS)
     # The response that is stored is what the next request goes on from, so how it is stored counts too.

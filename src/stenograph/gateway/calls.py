@@ -37,13 +37,10 @@ _NEXT = {
 }
 
 
-Key = tuple[Hashable, ...]
-
-
 class Call:
     """One request's answer in the making. `key` is the same for requests that ask the same."""
 
-    def __init__(self, request: Request, headers: Mapping[str, str], key: Key, max_tokens: int, num_bytes: int) -> None:
+    def __init__(self, request: Request, headers: Mapping[str, str], key: Hashable, max_tokens: int, num_bytes: int) -> None:
         self.name = secrets.token_hex(8)
         self.request = request
         self.headers = headers
@@ -119,7 +116,7 @@ class Call:
             return False
         return True
 
-    def answers(self, key: Key, max_tokens: int) -> bool:
+    def answers(self, key: Hashable, max_tokens: int) -> bool:
         """Whether this call, its client gone, answers a request too: the same, and no longer where that would count."""
         gone = self.given_up or self.state in (State.DELIVERED, State.FAILED)
         if self.has_client or gone or self.key != key:

@@ -7,14 +7,14 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stenograph.dialects.base import SESSION_PREFIX
 from stenograph.dialects.seen import Seen
 from stenograph.errors import RequestError
-from stenograph.gateway.calls import Call, Key
+from stenograph.gateway.calls import Call
 from stenograph.gateway.roles import Roles
 from stenograph.gateway.stored import StoredResponses
 from stenograph.traces.store import TraceStore
@@ -42,7 +42,7 @@ class Session:
     stopped: bool = False  # with the gateway, not by its owner
     used_s: float = field(default_factory=time.monotonic)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    calls: dict[Key, list[Call]] = field(default_factory=dict)  # by what they ask
+    calls: dict[Hashable, list[Call]] = field(default_factory=dict)  # by what they ask
     stored: StoredResponses = field(default_factory=StoredResponses)
     roles: Roles = field(default_factory=Roles)
     seen: Seen = field(default_factory=Seen)  # of its requests' bodies

@@ -63,7 +63,7 @@ class _Asked:
     def with_joined(self, index: int, reply: Message) -> _Asked:
         """`reply` in the place of the message at `index` and of the next one."""
         messages = (*self.messages[:index], reply, *self.messages[index + 2 :])
-        return _Asked(messages, [*self.labels[: index + 1], *self.labels[index + 2 :]], self.last_reply - 1)
+        return _Asked(messages, (*self.labels[: index + 1], *self.labels[index + 2 :]), self.last_reply - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
