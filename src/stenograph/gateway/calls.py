@@ -40,7 +40,9 @@ _NEXT = {
 class Call:
     """One request's answer in the making. `key` is the same for requests that ask the same."""
 
-    def __init__(self, request: Request, headers: Mapping[str, str], key: Hashable, max_tokens: int, num_bytes: int) -> None:
+    def __init__(
+        self, request: Request, headers: Mapping[str, str], key: Hashable, max_tokens: int, num_bytes: int
+    ) -> None:
         self.name = secrets.token_hex(8)
         self.request = request
         self.headers = headers
