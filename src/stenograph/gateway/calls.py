@@ -109,9 +109,15 @@ class Call:
 
     async def hear(self, position: float, timeout_s: float | None = None) -> bool:
         """Wait until more than `position` deltas are shown, or all is over; False where the time runs out first."""
+
+        def is_heard() -> bool:
+            return len(self.shown) > position or self.over
+
+        if is_heard():
+            return True
         try:
             async with asyncio.timeout(timeout_s):
-                while len(self.shown) <= position and not self.over:
+                while not is_heard():
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:

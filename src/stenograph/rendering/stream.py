@@ -228,6 +228,8 @@ _HOLDING = (State.HELD, State.RESCINDED)
 def _overlap(text: str, marker: str) -> int:
     """How much of the start of `marker` the end of `text` is."""
     longest = min(len(text), len(marker) - 1)
+    if marker[0] not in text[len(text) - longest :]:  # as in nearly every text
+        return 0
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
