@@ -61,6 +61,7 @@ class CommandAgent:
             "OPENAI_MODEL": session.model,
             "ANTHROPIC_BASE_URL": session.base_url,
             "ANTHROPIC_API_KEY": session.api_key,
+            "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",  # it says then what each of its requests is for
             "STENO_TASK": str(task_path),
             "STENO_ANSWER": str(answer_path),
         }

@@ -58,7 +58,8 @@ class Answers:
         await call.hear(math.inf)
         if call.error is not None:
             raise call.error
-        response = web.Response(body=writer.whole(call.answered), content_type="application/json")
+        body = writer.whole(call.answered)
+        response = web.Response(body=body, content_type="application/json", headers=_named(call))
         await response.prepare(http)
         await self._deliver(http, session, call, response)
         return response
@@ -67,7 +68,8 @@ class Answers:
         await call.hear(0, self._settings.keep_alive_s)
         if call.error is not None:
             raise call.error  # nothing was sent yet, so that the answer can still be a status
-        stream = _EventStream(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+        headers = {"content-type": "text/event-stream", "cache-control": "no-cache", **_named(call)}
+        stream = _EventStream(headers=headers)
         await stream.prepare(http)
         try:
             await self._tell(stream, call, writer)
@@ -172,6 +174,11 @@ def _key(request: Request) -> Hashable:
     stored = (request.store, request.num_instructions)
     said = conversation_labels(request.conversation)
     return (said, grammar, request.conversation.continues, request.num_choices, *stored)
+
+
+def _named(call: Call) -> dict[str, str]:
+    """The request's id, by either protocol's name: some clients ask again after an error only where there is one."""
+    return dict.fromkeys(("x-request-id", "request-id"), f"req_{call.name}")
 
 
 async def _break_off(http: web.Request, stream: web.StreamResponse, writer: Writer, e: Exception) -> None:

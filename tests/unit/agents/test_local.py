@@ -49,6 +49,7 @@ async def test_an_agent_gets_its_session_and_no_secrets(monkeypatch: pytest.Monk
         "OPENAI_API_KEY": "the-key",
         "ANTHROPIC_API_KEY": "the-key",
         "OPENAI_MODEL": "the-model",
+        "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",
         "MINE": "kept",
     }
     assert environment.items() >= expected.items()
