@@ -260,6 +260,27 @@ async def test_a_prefill_is_continued_and_comes_back_as_one_text() -> None:
         assert trained == [*said.ids.tolist(), *SAYING.ids.tolist()]
 
 
+async def test_a_reply_without_a_question_cannot_be_gone_on_with() -> None:
+    async with listening([SAYING]) as client:
+        session = await client.open()
+        asked = messages_ask("hello") | {"messages": [{"role": "assistant", "content": "The answer"}]}
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            status, _, body = await session.ask(encoded(asked), path)
+            told = json.loads(body)["error"]["message"]
+            assert (status, "nothing stands before the reply" in told) == (400, True)
+
+
+async def test_an_answer_has_its_requests_id_by_which_sdks_tell_of_it(protocol: Protocol) -> None:
+    async with listening([SAYING, SAYING]) as client:
+        session = await client.open()
+        ids = set()
+        for stream in (True, False):
+            status, headers, _ = await session.ask(encoded(protocol.ask("hello", stream=stream)), protocol.path)
+            assert (status, headers["x-request-id"]) == (200, headers["request-id"])
+            ids.add(headers["request-id"])
+        assert len(ids) == 2
+
+
 async def test_a_stop_sequence_is_named_and_its_text_kept_back() -> None:
     said = say(RENDERING, "one END two")
     async with listening([said, SAYING]) as client:

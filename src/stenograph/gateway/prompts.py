@@ -40,6 +40,14 @@ class Prompt:
         return len(self.context_ids) < len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A turn's prompt and output, which begins at `split`."""
+
+    ids: Ids
+    split: int
+
+
 class Prompts:
     """Renders requests against the record."""
 
@@ -54,46 +62,57 @@ class Prompts:
         asked = conversation
         if begun is not None:
             asked = Conversation(conversation.messages[:-1], conversation.tools)
-        parent, num_known, accepted, recorded, split = None, 0, tuple[str, ...](), None, 0
+        if not asked.messages:
+            raise RequestError("messages: nothing stands before the reply that is to be gone on with; send a question")
         match = self._store.match(session.id, asked) if session.traced else None
         if match is not None:
-            parent, num_known, asked, accepted = match.turn, match.num_known, match.asked, match.accepted
-            tree = self._store.tree(session.id)
-            recorded = tree.path_ids(parent)
-            split = len(recorded) - len(tree.turn(parent).output_ids)
+            asked = match.asked
+        num_known = match.num_known if match is not None else 0
         new = asked.messages[num_known:]
-        num_new = sum(len(message.content) for message in new)
-        self._refuse_far_too_long(num_new)
-        context_ids = ids = None
-        if recorded is not None:
-            num_read = num_new if self._rendering.extends_flat else num_bytes
-            context_ids = await _run(num_read, lambda: self._extend(asked, num_known, recorded, split))
-        if recorded is not None and context_ids is not None:
-            ids = np.concatenate([recorded, context_ids])
-        else:
-            context_ids = ids = await _run(num_bytes, lambda: self._rendering.render(asked))
-            # The template was free to rewrite what was said; where it did not, the branch goes on all the same.
-            if recorded is not None and _begins(ids, recorded):
-                context_ids = ids[len(recorded) :]
+        self._refuse_far_too_long(new)
+        recorded = self._recorded(session, match.turn) if match is not None else None
+        context_ids, ids = await self._render(asked, num_known, recorded, num_bytes)
         num_begun = 0
         if begun is not None:
             begun_ids = self._rendering.begin_reply(conversation, ids)
             context_ids, ids = np.concatenate([context_ids, begun_ids]), np.concatenate([ids, begun_ids])
             num_begun = len(begun_ids)
+        parent, accepted = (match.turn, match.accepted) if match is not None else (None, ())
         return Prompt(parent, new, accepted, context_ids, ids, asked, begun, num_begun)
 
-    def _refuse_far_too_long(self, num_chars: int) -> None:
+    def _recorded(self, session: Session, turn: str) -> _Recorded:
+        tree = self._store.tree(session.id)
+        ids = tree.path_ids(turn)
+        return _Recorded(ids, len(ids) - len(tree.turn(turn).output_ids))
+
+    async def _render(
+        self, asked: Conversation, num_known: int, recorded: _Recorded | None, num_bytes: int
+    ) -> tuple[Ids, Ids]:
+        """What comes after `recorded`, and the whole prompt; both are the whole where it cannot be continued."""
+        if recorded is not None:
+            num_new = sum(len(message.content) for message in asked.messages[num_known:])
+            num_read = num_new if self._rendering.extends_flat else num_bytes
+            context_ids = await _run(num_read, lambda: self._extend(asked, num_known, recorded))
+            if context_ids is not None:
+                return context_ids, np.concatenate([recorded.ids, context_ids])
+        ids = await _run(num_bytes, lambda: self._rendering.render(asked))
+        # The template was free to rewrite what was said; where it did not, the branch goes on all the same.
+        num_recorded = len(recorded.ids) if recorded is not None else 0
+        kept = recorded is not None and len(ids) > num_recorded and np.array_equal(ids[:num_recorded], recorded.ids)
+        return ids[num_recorded:] if kept else ids, ids
+
+    def _refuse_far_too_long(self, new: tuple[Message, ...]) -> None:
         """Raise ContextOverflow where no tokenizer could make it fit: finding that out by rendering takes minutes."""
-        fewest = math.ceil(num_chars / self._rendering.longest_token)
+        fewest = math.ceil(sum(len(message.content) for message in new) / self._rendering.longest_token)
         if fewest > self._context_length:
             raise ContextOverflow(fewest, self._context_length)
 
-    def _extend(self, asked: Conversation, num_known: int, recorded: Ids, split: int) -> Ids | None:
+    def _extend(self, asked: Conversation, num_known: int, recorded: _Recorded) -> Ids | None:
         """What comes after `recorded`; None where it cannot be kept.
 
         A reply that is new was no turn of ours (of an attempt that failed, say): it stands like one that was sampled.
         """
-        ids, end = recorded, num_known
+        ids, split, end = recorded.ids, recorded.split, num_known
         while end < len(asked.messages):
             start, messages = end, asked.messages
             end = next((i for i in range(start, len(messages)) if messages[i].role == "assistant"), len(messages))
@@ -109,7 +128,7 @@ class Prompts:
                 if written is None:
                     return None
                 ids, end = np.concatenate([ids, written]), end + 1
-        return ids[len(recorded) :]
+        return ids[len(recorded.ids) :]
 
     def _written(self, message: Message) -> Ids | None:
         """A reply as the model would have written it; None where it could not, its arguments being no JSON, say."""
@@ -122,7 +141,3 @@ class Prompts:
 async def _run(num_chars: int, work: Callable[[], T]) -> T:
     """`work` on a text of so many characters; on a thread where that takes long, so that it holds nobody else up."""
     return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
-
-
-def _begins(ids: Ids, recorded: Ids) -> bool:
-    return len(ids) > len(recorded) and np.array_equal(ids[: len(recorded)], recorded)
