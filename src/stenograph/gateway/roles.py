@@ -35,14 +35,8 @@ _SUMMARY = re.compile(
     rf"\b({_TALK}|context)\W+(\w+\W+)?(compact|compress|summar|hand-?off)\w*",
     re.IGNORECASE,
 )
-_SUMMARIES = (
-    "summar",
-    "compact",
-    "compress",
-    "condens",
-    "handoff",
-    "hand-off",
-)  # of these there is one in all the above
+# Of these there is one in all that _SUMMARY finds.
+_SUMMARIES = ("summar", "compact", "compress", "condens", "handoff", "hand-off")
 _GOES_ON = re.compile(r"\b(continu|resum)\w*|\bhand-?off\b|\bso far\b", re.IGNORECASE)
 _FORBIDS_TOOLS = re.compile(r"\b(not|never|without|no)\b[^.!?]{0,40}\btools?\b", re.IGNORECASE)
 
