@@ -6,13 +6,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import orjson
 
 from stenograph.errors import RequestError
 
 T = TypeVar("T")
+
+
+class Growing(Protocol):
+    def copy(self) -> Self:
+        """One that grows on by itself."""
+        ...
+
+
+G = TypeVar("G", bound=Growing)
 
 _MAX_INTEGER = 2**31 - 1  # what every engine's tensors hold
 _MAX_SCHEMA_DEPTH = 128  # JSON is written to 254 levels; a record, an export and a template put a few around it
@@ -74,9 +83,15 @@ class Fields:
 
     # What is read through these three may be given again, the same objects, where it comes again: see `seen`.
 
-    def each(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
-        """What `read` makes of each object in the list under `name`; never None."""
-        return tuple([read(one) for one in self.objects(name)])
+    def fold(self, name: str, read: Callable[[Fields], T], begin: Callable[[], G], add: Callable[[G, T], object]) -> G:
+        """What `begin` gives, with all added that `read` makes of each object in the list under `name`; never None.
+
+        What was added of an earlier list may be gone on with, where this one begins as that did.
+        """
+        built = begin()
+        for one in self.objects(name):
+            add(built, read(one))
+        return built
 
     def whole(self, name: str, read: Callable[..., T], *also: Any) -> T:
         """What `read` makes of the field `name`, all of this object that it is given, and of `also`; never None."""
@@ -85,6 +100,10 @@ class Fields:
     def once(self, make: Callable[..., T], *of: Any) -> T:
         """What `make` makes of what was read before; never None."""
         return make(*of)
+
+    def each(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
+        """What `read` makes of each object in the list under `name`; never None."""
+        return tuple(self.fold(name, read, list[T], list.append))
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A text or a list of them, none empty."""

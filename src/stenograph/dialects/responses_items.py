@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
@@ -145,20 +145,6 @@ _THOUGHT = re.compile(r"\s*<(think(?:ing)?)>.*</\1>\s*", re.DOTALL)
 Stage = Literal["reasoning", "thought", "content", "call"]
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """The messages that `input` makes, and notes on the items that were left out.
-
-    `references` names the stored response whose reply stands at a position, where items were sent by their ids alone;
-    `added` are the items that add tools.
-    """
-
-    messages: list[Message]
-    notes: list[str]
-    references: dict[int, str]
-    added: list[PlacedTools]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Said:
     """What one item tells of an assistant's message.
@@ -189,25 +175,16 @@ PlacedTools = tuple[int, _AddedTools]  # and where in `input` the item stands
 _Item = Message | _Said | _AddedTools | _LeftOut
 
 
-def read_input(fields: Fields) -> Input:
+Once = Callable[..., Message]  # as `Fields.once`
+
+
+def read_input(fields: Fields) -> Transcript:
     value = fields.get("input", (str, list), "a text or a list of items")
     if isinstance(value, str):
-        return Input([Message("user", value)], [], {}, [])
-    transcript, notes, added = _Transcript(), [], []
-    for i, item in enumerate(fields.each("input", _read_item)):
-        match item:
-            case _Said():
-                transcript.say(item)
-            case Message():
-                transcript.add(item)
-            case _AddedTools():
-                added.append((i, item))
-            case _LeftOut():
-                notes.append(item.note)
-    made = transcript.messages
-    messages = [fields.once(_assistant, *one.parts) if isinstance(one, _Reply) else one for one in made]
-    references = {i: one.turn for i, one in enumerate(made) if isinstance(one, _Reply) and one.turn and one.is_referred}
-    return Input(messages, notes, references, added)
+        return Transcript([Message("user", value)])
+    transcript = fields.fold("input", _read_item, Transcript, lambda one, item: one.add(item, fields.once))
+    transcript.end_reply(fields.once)
+    return transcript
 
 
 def _assistant(*parts: _Said) -> Message:
@@ -222,10 +199,14 @@ def _assistant(*parts: _Said) -> Message:
     )
 
 
+_IN_THE_MAKING = Message("assistant")  # in the place of a reply that may go on
+
+
 @dataclass(slots=True)
 class _Reply:
-    """An assistant's message in the making."""
+    """An assistant's message in the making, the one at `position`."""
 
+    position: int
     parts: list[_Said] = field(default_factory=list)
     turn: str | None = None
     is_referred: bool = False
@@ -239,23 +220,55 @@ class _Reply:
 
 
 @dataclass(slots=True)
-class _Transcript:
-    """Messages in the making. What a turn wrote are items in a row: reasoning, a message, calls."""
+class Transcript:
+    """What the items added so far make. What a turn wrote are items in a row: reasoning, a message, calls.
 
-    messages: list[Message | _Reply] = field(default_factory=list)
+    `references` names the stored response whose reply stands at a position, where items were sent by their ids alone;
+    `added` are the items that add tools; `notes`, all different, tell of items that were left out.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    references: dict[int, str] = field(default_factory=dict)
+    added: list[PlacedTools] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
+    _num_items: int = 0
     _last: _Reply | None = None  # further items may belong to it
     _in_a_row: bool = False
 
-    def add(self, message: Message) -> None:
-        self.messages.append(message)
-        self._in_a_row = False  # ids may still say that what follows belongs to the last turn: a further parallel call
+    def copy(self) -> Transcript:
+        """One that goes on by itself, whatever is added here."""
+        last = self._last and replace(self._last, parts=self._last.parts.copy())
+        lists = (self.messages.copy(), self.references.copy(), self.added.copy(), self.notes.copy())
+        return Transcript(*lists, self._num_items, last, self._in_a_row)
 
-    def say(self, part: _Said) -> None:
+    def add(self, item: _Item, once: Once) -> None:
+        match item:
+            case _Said():
+                self._say(item, once)
+            case Message():
+                self.messages.append(item)
+                self._in_a_row = False  # ids may still say that what follows belongs to the last turn: a parallel call
+            case _AddedTools():
+                self.added.append((self._num_items, item))
+            case _LeftOut():
+                self.notes[item.note] = None
+        self._num_items += 1
+
+    def end_reply(self, once: Once) -> None:
+        """Make the last reply's message, of the parts that it has."""
+        if self._last is not None:
+            self.messages[self._last.position] = once(_assistant, *self._last.parts)
+
+    def _say(self, part: _Said, once: Once) -> None:
         """Add to the message that an assistant's item belongs to."""
-        if self._last is None or not self._goes_on(self._last, part):
-            self._last = _Reply()
-            self.messages.append(self._last)
-        self._last.add(part)
+        last = self._last
+        if last is None or not self._goes_on(last, part):
+            self.end_reply(once)
+            last = self._last = _Reply(len(self.messages))
+            self.messages.append(_IN_THE_MAKING)
+        last.add(part)
+        if last.turn and last.is_referred:
+            self.references[last.position] = last.turn
         self._in_a_row = True
 
     def _goes_on(self, last: _Reply, part: _Said) -> bool:

@@ -18,10 +18,11 @@ import numpy as np
 import orjson
 from msgspec import Raw
 
-from stenograph.dialects.fields import Fields, read_body
-from stenograph.dialects.prefixes import NUM_ENDS, Begun, Prefixes
+from stenograph.dialects.fields import Fields, Growing, read_body
+from stenograph.dialects.prefixes import NUM_ENDS, Begun, Made, Prefixes
 
 T = TypeVar("T")
+G = TypeVar("G", bound=Growing)
 
 Cut = tuple[int, int, bytes]  # body[start:end], and what takes its place
 
@@ -53,10 +54,10 @@ class Seen:
             self.made.clear()
         return self.prefixes[shape].find(body)
 
-    def keep(self, body: bytes, shape: type[msgspec.Struct], read: _List, items: tuple[Any, ...]) -> None:
-        """`items` are all that the list in `body` was read to."""
-        self._longest = max(self._longest, len(items))
-        self.prefixes[shape].keep(body, read.begun, read.start, read.ends, items)
+    def keep(self, body: bytes, shape: type[msgspec.Struct], read: _List, made: Made) -> None:
+        """`made` is what all of the list in `body` was made to."""
+        self._longest = max(self._longest, made.num_items)
+        self.prefixes[shape].keep(body, read.begun, read.start, read.ends, made)
 
 
 def read_again(body: bytes, seen: Seen | None, shape: type[msgspec.Struct]) -> Fields:
@@ -97,19 +98,30 @@ class _Split(Fields):
     wholes: Mapping[str, bytes]  # their digests
     cut: Mapping[str, Raw]  # wholes that are known
 
-    def each(self, name: str, read: Callable[[Fields], T]) -> tuple[T, ...]:
+    def fold(self, name: str, read: Callable[[Fields], T], begin: Callable[[], G], add: Callable[[G, T], object]) -> G:
         if name not in self.lists:
-            return Fields.each(self, name, read)
-        listed, known = self.lists[name], self.seen.items[self.shape]
-        found, num_begun = [*listed.found], len(listed.begun.items)
+            return Fields.fold(self, name, read, begin, add)
+        listed = self.lists[name]
+        begun, items = listed.begun.made, self._items(name, listed, read)
+        num_first = len(items) - len(listed.ends)
+        built = begin() if begun.built is None else begun.built.copy()
+        for item in (*begun.then, *items[:num_first]):
+            add(built, item)
+        then = tuple(items[num_first:])
+        self.seen.keep(self.body, self.shape, listed, Made(begun.num_items + len(items), built.copy(), then))
+        for item in then:
+            add(built, item)
+        return built
+
+    def _items(self, name: str, listed: _List, read: Callable[[Fields], T]) -> list[T]:
+        """What `read` makes, or made, of the items after those that the list began with."""
+        found, known = [*listed.found], self.seen.items[self.shape]
         places = [i for i, made in enumerate(found) if made is None]
         values = zip(places, self.values[name], strict=True)
-        fields = [self.item(name, num_begun + i, value) for i, value in values]
+        fields = [self.item(name, listed.begun.made.num_items + i, value) for i, value in values]
         for i, one in zip(places, fields, strict=True):
             found[i] = known.setdefault(listed.digests[i], read(one))
-        items = (*listed.begun.items, *found)
-        self.seen.keep(self.body, self.shape, listed, items)
-        return items
+        return found
 
     def whole(self, name: str, read: Callable[..., T], *also: Any) -> T:
         if name not in self.wholes:
@@ -153,7 +165,7 @@ def _split(body: bytes, begun: Begun, seen: Seen, shape: type[msgspec.Struct]) -
                 cut[name] = part
                 at = _address(part) - origin
                 cuts.append((at, at + len(memoryview(part)), b"null"))
-    if begun.items and begun.start not in [one.start for one in lists.values()]:
+    if begun.made.num_items and begun.start not in [one.start for one in lists.values()]:
         return _split(body, Begun(), seen, shape)  # a later list takes the place of the one that was begun
     values = orjson.loads(_without(rest, cuts))
     return _Split(values, body=body, seen=seen, shape=shape, lists=lists, wholes=wholes, cut=cut)

@@ -179,6 +179,52 @@ def test_conversations_that_go_on_read_the_same_whatever_was_seen(protocol: str,
         assert told(parse, body, seen) == told(parse, body, None)
 
 
+def objects(parse: Parse, bodies: list[bytes], is_begun: bool) -> list[Any]:
+    """A number for each object that a session's requests are read to, or the error; `is_begun`: known by beginnings."""
+    seen, numbers, read = Seen(), dict[int, int](), []
+    for body in bodies:
+        if not is_begun:
+            seen.prefixes.clear()
+        try:
+            read.append(parse(body, seen).conversation)
+        except RequestError as e:
+            read.append(str(e))
+    given = [one for said in read for one in ([said] if isinstance(said, str) else (*said.messages, *said.tools))]
+    return [one if isinstance(one, str) else numbers.setdefault(id(one), len(numbers)) for one in given]
+
+
+@each_protocol
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_is_known_by_a_beginning_is_the_objects_known_one_by_one(protocol: str, data: st.DataObject) -> None:
+    parse, bodies = CASES[protocol][0], data.draw(requests(protocol))
+    assert objects(parse, bodies, is_begun=True) == objects(parse, bodies, is_begun=False)
+
+
+# Items of two turns, and of none that an id tells, which may go on with a reply that was read before; and others.
+SAID = [
+    *RESPONSES[:10],
+    *({**item, "id": f"{kind}_{OTHER}"} for kind, item in (("rs", RESPONSES[1]), ("msg", RESPONSES[3]))),
+    *(
+        {"type": "function_call", "call_id": "c", "name": "f", "id": f"fc_{turn}_1"}
+        for turn in (NAME, OTHER, "elsewhere")
+    ),
+    {"type": "item_reference", "id": f"rs_{NAME}"},
+]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.sampled_from(SAID), min_size=1, max_size=4)), max_size=9))
+@settings(max_examples=400, deadline=None)
+def test_replies_of_several_items_are_gone_on_with_as_if_they_were_read_at_once(turns: list[tuple[int, Any]]) -> None:
+    seen, said, bodies = Seen(), [], []
+    for num_dropped, added in turns:
+        said = [*said[: max(len(said) - num_dropped, 0)], *added]
+        bodies.append(written("input", said))
+        assert told(responses.parse_request, bodies[-1], seen) == told(responses.parse_request, bodies[-1], None)
+    begun, one_by_one = (objects(responses.parse_request, bodies, is_begun) for is_begun in (True, False))
+    assert begun == one_by_one
+
+
 def written(name: str, items: list[Any], **rest: Any) -> bytes:
     return json.dumps({"max_tokens": 9, **rest, name: items}).encode()
 
