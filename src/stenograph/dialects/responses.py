@@ -89,7 +89,7 @@ def parse_request(body: bytes, seen: Seen | None = None) -> ResponsesRequest:
         notes=tuple(dict.fromkeys([*_ignored(fields), *tools.notes, *given.notes])),
         hints=read_hints(fields),
         callees=tools.callees,
-        echo={name: fields.whole(name, _echo, name) for name in _ECHOED},
+        echo=_ECHOED | {name: fields.whole(name, _echo, name) for name in _ECHOED if name in fields.values},
         logprobs="message.output_text.logprobs" in include,
         encrypted="reasoning.encrypted_content" in include,
     )
@@ -120,7 +120,7 @@ def _ignored(fields: Fields) -> list[str]:
     return notes + (["ignored:truncation"] if fields.values.get("truncation") == "auto" else [])
 
 
-_ECHOED: dict[str, Any] = {
+_ABSENT: dict[str, Any] = {  # the fields that are repeated, as they are told of where a request has none of them
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -137,13 +137,16 @@ _ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
+_ECHOED = {name: orjson.Fragment(orjson.dumps(value)) for name, value in _ABSENT.items()}
 
 
 def _echo(fields: Fields, name: str) -> orjson.Fragment:
     """Written out once, for every snapshot of the response repeats it."""
     value = fields.values.get(name)
+    if value is None:
+        return _ECHOED[name]
     try:
-        return orjson.Fragment(orjson.dumps(_ECHOED[name] if value is None else value))
+        return orjson.Fragment(orjson.dumps(value))
     except orjson.JSONEncodeError as e:
         raise invalid(name, "is nested too deeply") from e
 
