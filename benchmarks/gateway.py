@@ -9,99 +9,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import median
 
-from load import WORDS, Measured, Plan, Target
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from load import Measured, Plan, Target
+from parts import HERE, Parts, fake_engine, memory_mb, percentiles, reply_ids, write_tokenizer
 
-HERE = Path(__file__).parent
-MARKERS = ["<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 NUM_REPLY = 60  # tokens
 LENGTHS = {"1k": 1_000, "8k": 8_000, "32k": 32_000, "128k": 128_000}
 NUM_REQUESTS = 100  # a case, about
-
-
-# --- the parts -----------------------------------------------------------------------------------------------------
-
-
-def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE to which each of the load's words is a token, with Qwen3's markers and ids of six digits."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=4000, initial_alphabet=alphabet, show_progress=False)
-    rng = random.Random(0)
-    core.train_from_iterator([" ".join(rng.choices(WORDS, k=200)) for _ in range(500)], trainer)
-    written = json.loads(core.to_str())
-    vocab = written["model"]["vocab"]
-    written["model"]["vocab"] = {token: id + 100_000 for token, id in vocab.items()}
-    core = Tokenizer.from_str(json.dumps(written))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=MARKERS
-    )
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a case is run with."""
-
-    folder: Path  # of the tokenizer
-    engine: str
-
-    @contextmanager
-    def gateway(self) -> Iterator[Target]:
-        steno = str(Path(sys.executable).parent / "steno")
-        settings = ["model.renderer=qwen3", "model.thinking_retention=all"]
-        command = [steno, "serve", "--port", "0", "--model", str(self.folder), "--engine", f"vllm:{self.engine}"]
-        with started(*command, *[word for one in settings for word in ("--set", one)]) as (ready, pid):
-            yield Target("gateway", ready["url"], ready["admin_key"], pid)
-
-    @contextmanager
-    def naive(self) -> Iterator[Target]:
-        script = str(HERE / "naive_gateway.py")
-        command = [sys.executable, script, "--model", str(self.folder), "--engine", self.engine]
-        with started(*command) as (ready, pid):
-            yield Target("naive", ready["url"], "", pid)
-
-
-@contextmanager
-def started(*command: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """A process that says on one line of JSON when it is ready."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield json.loads(process.stdout.readline()), process.pid
-    finally:
-        process.terminate()
-        process.wait(20)
-        process.stdout.close()
 
 
 def put_under(target: Target, plan: Plan) -> Measured:
     command = [sys.executable, str(HERE / "load.py"), "--target", json.dumps(asdict(target))]
     done = subprocess.run([*command, "--plan", json.dumps(asdict(plan))], stdout=subprocess.PIPE, check=True)
     return Measured(**json.loads(done.stdout))
-
-
-def peak_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-
-
-# --- the cases -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +44,14 @@ class Figures:
     @staticmethod
     def of(measured: Measured, direct: Measured, pid: int) -> Figures:
         num = len(measured.latencies_s)
-        through, past = (_percentiles(one.latencies_s) for one in (measured, direct))
+        through, past = (percentiles(one.latencies_s) for one in (measured, direct))
         return Figures(
             added_ms=1e3 * (through[0] - past[0]),
             added_p99_ms=1e3 * (through[1] - past[1]),
             requests_per_s=num / measured.seconds,
             cpu_ms=1e3 * median(measured.cpu_s),
-            peak_mb=peak_mb(pid),
+            peak_mb=memory_mb(pid, "VmHWM"),
         )
-
-
-def _percentiles(values: list[float]) -> tuple[float, float]:
-    """The median and the 99th."""
-    cuts = quantiles(values, n=100, method="inclusive")
-    return cuts[49], cuts[98]
 
 
 def run(parts: Parts, length: str, concurrency: int, streams: tuple[bool, ...], num_requests: int) -> None:
@@ -166,13 +87,11 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         tokenizer = write_tokenizer(folder)
-        words = " ".join(random.Random(1).choices(WORDS, k=NUM_REPLY))
-        reply = [*tokenizer.encode(words)[:NUM_REPLY], tokenizer.eos_token_id]
-        engine, _ = stack.enter_context(started(sys.executable, str(HERE / "fake_engine.py"), "--reply", str(reply)))
+        engine = stack.enter_context(fake_engine(reply_ids(tokenizer, NUM_REPLY)))
         for case in cases:
             length, _, concurrency = case.partition("@")
             streams = (True,) if args.quick else (True, False)
-            run(Parts(folder, engine["url"]), length, int(concurrency), streams, NUM_REQUESTS)
+            run(Parts(folder, engine), length, int(concurrency), streams, NUM_REQUESTS)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ NUM_USER = 130  # tokens of a user's message
 NUM_TURN = 200  # tokens that a turn adds: a user's message, a reply, and what stands around them
 NUM_TAKEN = 40  # turns that a session takes before it is measured; what is longer begins with a history
 
+END = b"data: [DONE]\n\n"  # of a stream
 WORDS = [
     a + b + c for a in ("ba", "ke", "mi", "tr") for b in ("la", "f", "do", "v") for c in "abcdefgh"
 ]  # a token each
@@ -40,6 +41,10 @@ class Plan:
     def num_measured(self) -> int:
         """Turns of one session."""
         return max(2, min(24, self.num_tokens // NUM_TURN // 4))
+
+
+class Refused(Exception):
+    """A turn that was not answered, or not to its end."""
 
 
 class Client:
@@ -70,8 +75,8 @@ class Client:
         async with self._http.post(self._url, data=body, headers=self._headers) as answer:
             data = await answer.read()
         seconds = time.perf_counter() - start
-        if answer.status != 200:
-            raise SystemExit(f"{answer.status}: {data[:500]!r}")
+        if answer.status != 200 or (self._plan.stream and not data.endswith(END)):
+            raise Refused(f"{answer.status}: {data[:500]!r}")
         self._say("assistant", _content(data, self._plan.stream))
         return seconds
 
@@ -134,16 +139,15 @@ async def measure(http: aiohttp.ClientSession, target: Target, plan: Plan) -> Me
     num_bytes = 0
     for round in range(plan.rounds):
         clients: list[Client | Direct] = []
-        opened: list[str] = []
+        ids: list[str] = []
         for n in range(plan.concurrency):
             seed = round * plan.concurrency + n
             if target.kind == "engine":
                 clients.append(Direct(http, target.url, plan, seed))
                 continue
-            session = await _open(http, target, seed)
-            opened.append(session["id"])
-            headers = {"authorization": f"Bearer {session['api_key']}", "content-type": "application/json"}
-            clients.append(Client(http, f"{session['base_url']}/v1/chat/completions", headers, plan, seed))
+            session = await opened(http, target, seed)
+            ids.append(session["id"])
+            clients.append(Client(http, *address(session), plan, seed))
         for at in range(0, len(clients), 4):
             await asyncio.gather(*[client.grow() for client in clients[at : at + 4]])
         began_s, before_s = time.perf_counter(), cpu_of(target.pid)
@@ -153,8 +157,8 @@ async def measure(http: aiohttp.ClientSession, target: Target, plan: Plan) -> Me
         latencies += [one for client in taken for one in client]
         num_bytes = max((client.num_bytes for client in clients if isinstance(client, Client)), default=0)
         if target.kind == "gateway":
-            for id in opened:
-                await _admin(http, target, "DELETE", f"/sessions/{id}")
+            for id in ids:
+                await admin(http, target, "DELETE", f"/sessions/{id}")
     return Measured(latencies, seconds, cpu_s, num_bytes)
 
 
@@ -162,13 +166,19 @@ async def _take_all(client: Client | Direct, num_turns: int) -> list[float]:
     return [await client.take() for _ in range(num_turns)]
 
 
-async def _open(http: aiohttp.ClientSession, target: Target, seed: int) -> dict[str, str]:
+async def opened(http: aiohttp.ClientSession, target: Target, seed: int) -> dict[str, str]:
     if target.kind == "gateway":
-        return await _admin(http, target, "POST", "/sessions")
+        return await admin(http, target, "POST", "/sessions")
     return {"id": f"s{seed}", "api_key": "none", "base_url": f"{target.url}/s{seed}"}
 
 
-async def _admin(http: aiohttp.ClientSession, target: Target, method: str, path: str) -> Any:
+def address(session: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Where a session's chat is asked for, and with what headers."""
+    headers = {"authorization": f"Bearer {session['api_key']}", "content-type": "application/json"}
+    return f"{session['base_url']}/v1/chat/completions", headers
+
+
+async def admin(http: aiohttp.ClientSession, target: Target, method: str, path: str) -> Any:
     headers = {"authorization": f"Bearer {target.admin_key}"}
     async with http.request(method, target.url + path, headers=headers, data=b"{}") as answer:
         answer.raise_for_status()
