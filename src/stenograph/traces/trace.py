@@ -118,7 +118,7 @@ class TraceTree:
 
     def release(self) -> None:
         """Let go of everything; without this, nodes that know their parents would wait for the garbage collector."""
-        for node in list(self.nodes()):
+        for node in [self._root, *self.nodes()]:
             node.children = ()
         self._root, self._outputs, self.told = Node(None, 0, EMPTY), {}, PrefixTree()
 

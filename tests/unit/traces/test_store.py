@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -121,6 +124,20 @@ def test_release_takes_any_ids_and_says_which_it_had(store: TraceStore) -> None:
     assert store.release(["s"]) == []
     with pytest.raises(TraceError, match="unknown session"):
         store.samples("s")
+
+
+def test_what_is_released_is_gone_at_once(store: TraceStore) -> None:
+    root = make_turn([1, 2], [3])
+    store.commit("s", None, root)
+    store.commit("s", root.id, make_turn([4], [5]))
+    nodes = [weakref.ref(node.ids) for node in store.tree("s").nodes()]
+    del root
+    gc.disable()  # nothing waits for the garbage collector
+    try:
+        store.release(["s"])
+        assert [node() for node in nodes] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_a_turn_without_output_is_a_turn(store: TraceStore) -> None:
