@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import resource
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -44,6 +46,7 @@ async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
     engine = await build_engine(config, rendering, model)
     try:
         async with _listening(config, engine, rendering, _new_store(config)) as gateway:
+            _keep_for_good()
             listening(gateway)
             await stopped.wait()
     finally:
@@ -153,11 +156,29 @@ async def _check_tokenizer(config: Config, engine: VllmEngine, rendering: Render
 @asynccontextmanager
 async def _listening(config: Config, engine: Engine, rendering: Rendering, store: TraceStore) -> AsyncIterator[Gateway]:
     gateway = Gateway(config, engine, rendering, store, new_admin_key(), config.model.path or "stenograph")
+    _allow_connections()
     await gateway.start()
     try:
         yield gateway
     finally:
         await gateway.stop()
+
+
+_MAX_FILES = 2**16  # not all that may be allowed: there are programs that close each one before they start another
+
+
+def _allow_connections() -> None:
+    """A stream takes two files, its client's connection and the engine's; what a process may open at first is 1024."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if most == resource.RLIM_INFINITY else min(most, _MAX_FILES)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _keep_for_good() -> None:
+    """Nothing that is there by now goes away again. A look through all of it for garbage holds every stream up."""
+    gc.collect()
+    gc.freeze()
 
 
 def _dtypes(config: Config) -> dict[str, str]:

@@ -86,7 +86,7 @@ class Gateway:
             app, logger=_http_log, access_log=None, shutdown_timeout=1.0, handler_cancellation=True
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, settings.host, settings.port)
+        site = web.TCPSite(self._runner, settings.host, settings.port, backlog=_MAX_WAITING)
         try:
             await site.start()
         except OSError as e:
@@ -207,6 +207,7 @@ class Gateway:
             raise RequestError(told, status=501, retry=False)
 
 
+_MAX_WAITING = 4096  # connections; one that finds no place tries again, a second later at the earliest
 _REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # who listens on every address is found at this one
 _DIALECTS: dict[str, Dialect] = {"messages": messages, "responses": responses}
 
