@@ -36,7 +36,7 @@ NUM_AGENTS = 32
 TURN_S = 10.0 / 6  # between an agent's turns
 NUM_REPLY = 60  # tokens, of a turn
 NUM_ASKING = 16  # requests about the record at the same time
-SETTLE_S = 2.0  # for what goes on behind a release
+SETTLE_S = 8.0  # for what goes on behind a release
 MB = 2**20
 
 T = TypeVar("T")
@@ -72,6 +72,12 @@ async def each(work: Callable[[dict[str, str]], Awaitable[T]], sessions: Iterabl
             return await work(session)
 
     return await asyncio.gather(*[one(session) for session in sessions])
+
+
+def connected() -> aiohttp.ClientSession:
+    """Clients whose connections close with it."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, read_bufsize=2**20)
 
 
 async def faults(
@@ -176,7 +182,8 @@ async def hold(http: aiohttp.ClientSession, target: Target, num_streams: int, nu
     heard, moments = [Heard() for _ in sessions], list[Moment]()
     watching = asyncio.create_task(watch(target, heard, moments))
     pairs = zip(sessions, heard, strict=True)
-    await asyncio.gather(*[hear(http, session, f"ba {n} ke", one) for n, (session, one) in enumerate(pairs)])
+    async with connected() as clients:  # they hang up, so that nothing of them is left
+        await asyncio.gather(*[hear(clients, session, f"ba {n} ke", one) for n, (session, one) in enumerate(pairs)])
     watching.cancel()
     with suppress(asyncio.CancelledError):
         await watching
@@ -252,11 +259,12 @@ async def take_batch(http: aiohttp.ClientSession, target: Target, plan: Plan, nu
     began_s = time.perf_counter()
     before_s = cpu_of(target.pid)
     sessions = [await opened(http, target, 0) for _ in range(plan.concurrency)]
-    clients = [Client(http, *address(session), plan, seed + n) for n, session in enumerate(sessions)]
-    starts_s = [began_s + n * TURN_S / plan.concurrency for n in range(plan.concurrency)]
-    plays = [play(client, at_s, num_turns) for client, at_s in zip(clients, starts_s, strict=True)]
-    played = await asyncio.gather(*plays)
-    await asyncio.sleep(max(0.0, began_s + num_turns * TURN_S - time.perf_counter()))
+    async with connected() as agents:
+        clients = [Client(agents, *address(session), plan, seed + n) for n, session in enumerate(sessions)]
+        starts_s = [began_s + n * TURN_S / plan.concurrency for n in range(plan.concurrency)]
+        plays = [play(client, at_s, num_turns) for client, at_s in zip(clients, starts_s, strict=True)]
+        played = await asyncio.gather(*plays)
+        await asyncio.sleep(max(0.0, began_s + num_turns * TURN_S - time.perf_counter()))
     seconds, cpu_s = time.perf_counter() - began_s, cpu_of(target.pid) - before_s
     errors = [error for _, error in played if error is not None]
     for session, (taken, _) in zip(sessions, played, strict=True):
@@ -276,7 +284,9 @@ async def turns(http: aiohttp.ClientSession, target: Target, minutes: float, num
     batches = list[Batch]()
     for n in range(num_batches):
         batches.append(await take_batch(http, target, plan, num_turns, n * NUM_AGENTS))
-        print(f"{n + 1} of {num_batches} batches, {batches[-1].rss_mb:.1f} MB", file=sys.stderr)
+        cpu_ms = 1e3 * batches[-1].cpu_s / max(1, len(batches[-1].latencies_s))
+        told_now = f"{n + 1} of {num_batches} batches: {cpu_ms:.2f} ms of CPU a turn, {batches[-1].rss_mb:.1f} MB"
+        print(told_now, file=sys.stderr)
     first, last = batches[0], batches[-1]
     num_taken = sum(len(batch.latencies_s) for batch in batches)
     row(case, "turns", num_taken, f"asked {num_batches * NUM_AGENTS * num_turns}")
@@ -307,9 +317,7 @@ def allow_files(num_wanted: int) -> None:
 
 
 async def under_load(work: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> None:
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as http:
+    async with connected() as http:
         await work(http)
 
 

@@ -69,7 +69,7 @@ async def main() -> None:
     app.router.add_post("/v1/completions", engine.completions)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
     print(json.dumps({"url": f"http://127.0.0.1:{runner.addresses[0][1]}"}), flush=True)
     await asyncio.Event().wait()
 
