@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -66,7 +67,8 @@ class Output:
         spelled = begun is not None and read.content == begun.content.strip()
         self._skip_content = _Skip(begun.content.lstrip() if begun is not None and spelled else read.content)
         self._skip_reasoning = _Skip(read.reasoning)
-        self._chunks: list[Chunk] = []
+        self._ids, self._logprobs = array("i"), array("f")  # a chunk's own arrays take far more than what is in them
+        self._experts: list[np.ndarray] = []
         self._content = self._reasoning = ""
         self._finish_reason: FinishReason | None = None
         self.num_tokens = 0
@@ -80,7 +82,10 @@ class Output:
         if len(chunk.ids):
             if not self.versions or self.versions[-1][1] != chunk.version:
                 self.versions.append((self.num_tokens, chunk.version))
-            self._chunks.append(chunk)
+            self._ids.frombytes(chunk.ids.astype(np.int32, copy=False).tobytes())
+            self._logprobs.frombytes(chunk.logprobs.astype(np.float32, copy=False).tobytes())
+            if chunk.experts is not None:
+                self._experts.append(chunk.experts)
             self.num_tokens += len(chunk.ids)
             self._emit(self._parser.feed(chunk.ids))
         if chunk.finish_reason is not None:
@@ -113,19 +118,18 @@ class Output:
 
     @property
     def ids(self) -> Ids:
-        return _joined([chunk.ids for chunk in self._chunks], np.int32)
+        return np.array(self._ids, np.int32)
 
     @property
     def logprobs(self) -> np.ndarray:
-        return _joined([chunk.logprobs for chunk in self._chunks], np.float32)
+        return np.array(self._logprobs, np.float32)
 
     @property
     def experts(self) -> np.ndarray | None:
         """In the smallest type that holds them: there are as many as layers times experts for each token."""
-        parts = [chunk.experts for chunk in self._chunks if chunk.experts is not None]
-        if not parts:
+        if not self._experts:
             return None
-        experts = np.concatenate(parts)
+        experts = np.concatenate(self._experts)
         low, high = (int(experts.min()), int(experts.max())) if experts.size else (0, 0)
         types = (np.uint8, np.uint16, np.int32)
         return experts.astype(next(one for one in types if np.iinfo(one).min <= low and high <= np.iinfo(one).max))
@@ -242,7 +246,3 @@ def _check(chunk: Chunk, num_ids: int, max_tokens: int, wants_experts: bool) -> 
     else:
         return
     raise Unsound(told, num_new)
-
-
-def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)

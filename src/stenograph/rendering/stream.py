@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -19,15 +20,15 @@ class BufferedStream:
 
     def __init__(self, parse: Callable[[Ids], Reply]) -> None:
         self._parse = parse
-        self._ids: list[Ids] = []
+        self._ids = array("i")
         self.reply = Reply()
 
     def feed(self, ids: Ids) -> Delta:
-        self._ids.append(ids)
+        self._ids.extend(ids.tolist())
         return Delta()
 
     def finish(self) -> Delta:
-        self.reply = self._parse(_joined(self._ids))
+        self.reply = self._parse(np.array(self._ids, np.int32))
         return Delta(self.reply.content, self.reply.reasoning)
 
 
@@ -75,7 +76,7 @@ class MarkerStream:
     ) -> None:
         self._grammar = grammar
         self._parse = parse
-        self._ids: list[Ids] = []
+        self._ids = array("i")
         self.reply = Reply()
         self._text = TokenText(detokenizer)
         self._content, self._reasoning = Trimmed(), Trimmed()
@@ -93,8 +94,8 @@ class MarkerStream:
         self.num_read = 0  # tokens before the one from which on everything is held
 
     def feed(self, ids: Ids) -> Delta:
-        self._ids.append(ids)
         tokens = ids.tolist()
+        self._ids.extend(tokens)
         if self._in_text and self._grammar.states[self.state].keys().isdisjoint(tokens):
             self._read_run(tokens)
         else:
@@ -109,7 +110,7 @@ class MarkerStream:
         return delta
 
     def finish(self) -> Delta:
-        self.reply = self._parse(_joined(self._ids))
+        self.reply = self._parse(np.array(self._ids, np.int32))
         return Delta(self.reply.content[self._content.num_shown :], self.reply.reasoning[self._reasoning.num_shown :])
 
     @property
@@ -259,7 +260,3 @@ class TextStream:
     @property
     def reply(self) -> Reply:
         return self._reading.reply
-
-
-def _joined(parts: list[Ids]) -> Ids:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import AsyncGenerator
 from itertools import pairwise
 from typing import Any
@@ -70,6 +71,18 @@ def test_experts_take_no_more_room_than_they_need(highest: int, dtype: type) -> 
     experts = output.experts
     assert experts is not None
     assert (experts.dtype, experts[:, 0, 0].tolist()) == (dtype, [0, highest])
+
+
+def test_tokens_that_come_one_by_one_take_little_more_room_than_they_need() -> None:
+    output = Output(RENDERING, RENDERING.render(ASKED), ASKED, Sampling(), lambda _: None)
+    output.take(chunk(65))
+    tracemalloc.start()
+    try:
+        for _ in range(2000):
+            output.take(chunk(65))
+        assert tracemalloc.get_traced_memory()[0] < 50 * 2000  # an id is kept twice, beside a log-probability and text
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("experts", [None, 1, 3])
