@@ -52,7 +52,7 @@ def fake_engine(reply: list[int], pace_s: float = 0.0) -> Iterator[str]:
 def reply_ids(tokenizer: PreTrainedTokenizerFast, num_tokens: int) -> list[int]:
     """What the engine says: words, and the end of the turn behind them."""
     words = " ".join(random.Random(1).choices(WORDS, k=num_tokens))
-    return [*tokenizer.encode(words)[:num_tokens], tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    return [*tokenizer.encode(words)[:num_tokens], *tokenizer.encode("<|im_end|>")]
 
 
 @dataclass(frozen=True, slots=True)
