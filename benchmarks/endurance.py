@@ -36,7 +36,7 @@ NUM_AGENTS = 32
 TURN_S = 10.0 / 6  # between an agent's turns
 NUM_REPLY = 60  # tokens, of a turn
 NUM_ASKING = 16  # requests about the record at the same time
-SETTLE_S = 8.0  # after a release: the gateway's idle connections to the engine close meanwhile
+SETTLE_S = 5.0  # after a release: the gateway's idle connections to the engine close meanwhile
 MB = 2**20
 
 T = TypeVar("T")
@@ -334,8 +334,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="of turns; default 10")
     args = parser.parse_args()
     num_streams = args.streams or (100 if args.quick else 1000)
-    num_events = round((args.seconds or (6 if args.quick else 60)) / args.pace)
-    minutes, num_turns = args.minutes or (0.3 if args.quick else 10), 5 if args.quick else 40
+    num_events = round((args.seconds or (3 if args.quick else 60)) / args.pace)
+    minutes, num_turns = args.minutes or (0.2 if args.quick else 10), 3 if args.quick else 40
     allow_files(2 * num_streams + 200)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
