@@ -283,7 +283,7 @@ async def take_batch(http: aiohttp.ClientSession, target: Target, plan: Plan, nu
 async def turns(http: aiohttp.ClientSession, target: Target, minutes: float, num_turns: int) -> None:
     case = f"turns@{NUM_AGENTS}x{num_turns}"
     num_batches = max(2, round(60 * minutes / TURN_S / num_turns))
-    plan = Plan(num_tokens=0, concurrency=NUM_AGENTS, stream=True, rounds=1)
+    plan = Plan(num_tokens=0, concurrency=NUM_AGENTS, stream=True, rounds=1, num_measured=0)
     batches = list[Batch]()
     for n in range(num_batches):
         batches.append(await take_batch(http, target, plan, num_turns, n * NUM_AGENTS))

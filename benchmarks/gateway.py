@@ -13,16 +13,16 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from load import Measured, Plan, Target
+from load import NUM_TURN, Measured, Plan, Target
 from parts import HERE, Parts, fake_engine, memory_mb, percentiles, reply_ids, write_tokenizer
 
 NUM_REPLY = 60  # tokens
 LENGTHS = {"1k": 1_000, "8k": 8_000, "32k": 32_000, "128k": 128_000}
-NUM_REQUESTS = 100  # a case, about
+NUM_REQUESTS = 96  # a case, about
 
 
 def put_under(target: Target, plan: Plan) -> Measured:
@@ -54,13 +54,14 @@ class Figures:
         )
 
 
-def run(parts: Parts, length: str, concurrency: int, streams: tuple[bool, ...], num_requests: int) -> None:
+def run(parts: Parts, length: str, concurrency: int, streams: tuple[bool, ...]) -> None:
     """One gateway process for a length and a concurrency, and a naive one beside it; a row for each figure."""
-    plans = [_plan(LENGTHS[length], concurrency, stream, num_requests) for stream in streams]
+    plans = [_plan(LENGTHS[length], concurrency, stream) for stream in streams]
     engine = Target("engine", parts.engine, "", 1)
     direct = [put_under(engine, plan) for plan in plans]
     with parts.naive() as target:
-        naive = [Figures.of(put_under(target, plan), one, target.pid) for plan, one in zip(plans, direct, strict=True)]
+        measured = [put_under(target, _for_naive(plan)) for plan in plans]
+        naive = [Figures.of(*both, target.pid) for both in zip(measured, direct, strict=True)]
     with parts.gateway() as target:
         for plan, one, baseline in zip(plans, direct, naive, strict=True):
             figures = Figures.of(put_under(target, plan), one, target.pid)
@@ -72,9 +73,16 @@ def run(parts: Parts, length: str, concurrency: int, streams: tuple[bool, ...], 
                 print(json.dumps(row), flush=True)
 
 
-def _plan(num_tokens: int, concurrency: int, stream: bool, num_requests: int) -> Plan:
-    plan = Plan(num_tokens, concurrency, stream, rounds=1)
-    return Plan(num_tokens, concurrency, stream, max(1, round(num_requests / concurrency / plan.num_measured)))
+def _plan(num_tokens: int, concurrency: int, stream: bool) -> Plan:
+    """A session is measured while it grows by a quarter, at most: there are several then, one after the other."""
+    num_measured = max(2, min(24, num_tokens // NUM_TURN // 4, NUM_REQUESTS // concurrency))
+    rounds = max(1, round(NUM_REQUESTS / concurrency / num_measured))
+    return Plan(num_tokens, concurrency, stream, rounds, num_measured)
+
+
+def _for_naive(plan: Plan) -> Plan:
+    """It knows nothing of the turns before, so that none need be taken; and it takes its time."""
+    return replace(plan, num_taken=0, rounds=max(1, plan.rounds // 4), num_measured=min(plan.num_measured, 4))
 
 
 def main() -> None:
@@ -91,7 +99,7 @@ def main() -> None:
         for case in cases:
             length, _, concurrency = case.partition("@")
             streams = (True,) if args.quick else (True, False)
-            run(Parts(folder, engine), length, int(concurrency), streams, NUM_REQUESTS)
+            run(Parts(folder, engine), length, int(concurrency), streams)
 
 
 if __name__ == "__main__":

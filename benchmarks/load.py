@@ -19,28 +19,24 @@ import uvloop
 
 NUM_USER = 130  # tokens of a user's message
 NUM_TURN = 200  # tokens that a turn adds: a user's message, a reply, and what stands around them
-NUM_TAKEN = 40  # turns that a session takes before it is measured; what is longer begins with a history
-
 END = b"data: [DONE]\n\n"  # of a stream
-WORDS = [
-    a + b + c for a in ("ba", "ke", "mi", "tr") for b in ("la", "f", "do", "v") for c in "abcdefgh"
-]  # a token each
+# A token each.
+WORDS = [a + b + c for a in ("ba", "ke", "mi", "tr") for b in ("la", "f", "do", "v") for c in "abcdefgh"]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`num_tokens` of a session in the middle of what is measured; each of `rounds` opens `concurrency` sessions."""
+    """`num_tokens` of a session in the middle of what is measured; each of `rounds` opens `concurrency` sessions.
+
+    `num_measured` turns of a session are, after `num_taken` that are not; what is longer begins with a history.
+    """
 
     num_tokens: int
     concurrency: int
     stream: bool
     rounds: int
-    num_taken: int = NUM_TAKEN
-
-    @property
-    def num_measured(self) -> int:
-        """Turns of one session."""
-        return max(2, min(24, self.num_tokens // NUM_TURN // 4))
+    num_measured: int
+    num_taken: int = 40
 
 
 class Refused(Exception):
