@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from stenograph.rendering.family import FamilyRendering
     from stenograph.rendering.tokenizer import AnyTokenizer
 
+# Of their tokenizer these renderers ask where its tokens stand in a text, and decode each beginning of the text where it
+# does not say; one of the user's own may ask anything.
+_ASK_MORE = frozenset({"deepseek-v4", "hy3", "laguna-xs-2.1", "laguna-s-2.1", "custom"})
+
 
 def load_rendering(config: ModelConfig) -> Rendering:
     """The rendering of `config`'s model; without a model, the built-in tokenizer under the Qwen3 family.
@@ -37,8 +41,7 @@ def family_rendering(
     """The family that `options` ({name, options...}) names, over `tokenizer`. Raises ConfigError where it won't fit."""
     from stenograph.rendering.family import FamilyRendering
 
-    # A renderer of the user's own may ask anything of its tokenizer.
-    given = tokenizer if options["name"] == "custom" else plain_tokenizer(tokenizer)
+    given = tokenizer if options["name"] in _ASK_MORE else plain_tokenizer(tokenizer)
     renderer, retaining = _create_renderers(given, options, config)
     return FamilyRendering(tokenizer, renderer, retaining, options["name"])
 

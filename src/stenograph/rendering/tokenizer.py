@@ -76,6 +76,9 @@ class PlainTokenizer:
         self.convert_tokens_to_ids = lru_cache(maxsize=1024)(tokenizer.convert_tokens_to_ids)
         self._core: Any = tokenizer.backend_tokenizer
         self._core.encode_special_tokens = tokenizer.split_special_tokens
+        # What a tokenizer was saved with from its training: transformers turns it off with each text, too.
+        self._core.no_truncation()
+        self._core.no_padding()
         self._remembered = lru_cache(maxsize=4096)(self._encode)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from stenograph.rendering import builtin_tokenizer
 from stenograph.rendering.tokenizer import PlainTokenizer, plain_tokenizer
-from support.tokenizers import pieces_tokenizer
+from stenograph.types import Conversation, Message, Tool
+from support.tokenizers import FAMILY_TOKENS, any_family, pieces_tokenizer
 
 TOKENIZERS = {"bytes": builtin_tokenizer(), "pieces": pieces_tokenizer()}
 PIECES = st.sampled_from(["<|im_start|>", "<think>", "assistant\n", " ", "\n\n", "é", "☂", "word " * 20, "<|im"])
@@ -24,6 +27,29 @@ def test_ids_and_text_are_those_of_transformers(name: str, text: str) -> None:
     ids = theirs.encode(text, add_special_tokens=False)
     assert plain.encode(text) == plain.encode(text) == ids
     assert plain.decode(ids) == theirs.decode(ids)
+
+
+def test_a_text_is_neither_cut_nor_padded_as_a_saved_tokenizer_would() -> None:
+    theirs = builtin_tokenizer()
+    theirs.backend_tokenizer.enable_truncation(max_length=4)
+    theirs.backend_tokenizer.enable_padding(length=16)
+    plain = plain_tokenizer(theirs)
+    assert plain.decode(plain.encode("six ids")) == "six ids"
+    assert plain.decode(plain.encode("word " * 20)) == "word " * 20
+
+
+@pytest.mark.parametrize("name", FAMILY_TOKENS)
+def test_a_prompt_costs_in_proportion_to_its_length(name: str) -> None:
+    rendering = any_family(name)
+
+    def seconds(num_words: int) -> float:
+        text = "word " * num_words + "☂"  # no token is this character by itself
+        asked = Conversation((Message("system", text), Message("user", text)), (Tool("calc", text, {}),))
+        start = time.process_time()
+        rendering.render(asked)
+        return time.process_time() - start
+
+    assert min(seconds(1600) for _ in range(3)) < 10 * min(seconds(400) for _ in range(3))
 
 
 def test_what_is_remembered_is_not_shared() -> None:
