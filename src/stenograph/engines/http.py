@@ -85,7 +85,10 @@ def words(body: bytes) -> str:
     for name in ("error", "message", "detail"):
         if isinstance(said, dict) and said.get(name):
             said = said[name]
-    text = said if isinstance(said, str) else orjson.dumps(said).decode()
+    try:
+        text = said if isinstance(said, str) else orjson.dumps(said).decode()
+    except TypeError:  # it reads what is too deep for it to write
+        text = body.decode(errors="replace")
     return " ".join(text.split())[:_TOLD_CHARS] or "nothing"
 
 

@@ -79,7 +79,9 @@ class VllmEngine:
         prompt = orjson.dumps(np.ascontiguousarray(request.ids), option=orjson.OPT_SERIALIZE_NUMPY)
         reader = Reader(prompt, request.ids)
         async with self._answered(self._body(request, prompt)) as response:
-            async with aclosing(read_events(response.content.iter_any())) as together:
+            # What came with the end of a stop string is none of the turn.
+            apart = bool(request.sampling.stop)
+            async with aclosing(read_events(response.content.iter_any(), apart=apart)) as together:
                 async for events in together:
                     for chunk in reader.read(events):
                         if chunk.finish_reason is not None:  # the turn is whole, whatever becomes of the connection

@@ -12,12 +12,12 @@ import orjson
 from msgspec import Meta, Raw, Struct
 
 from stenograph.engines.base import Chunk
-from stenograph.engines.http import quoted, words
+from stenograph.engines.http import quoted, read_json, words
 from stenograph.errors import EngineError
 from stenograph.types import Ids
 
 _LARGEST = float(np.finfo(np.float32).max)
-
+_NOTHING = (b"", b"null")
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -48,8 +48,8 @@ _events = msgspec.json.Decoder(_Event)
 _tokens = msgspec.json.Decoder(_Tokens)
 
 
-async def read_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[list[bytes], None]:
-    """The data of the events that came together, one line each. Lines are cut anywhere: they are joined once."""
+async def read_events(pieces: AsyncIterator[bytes], *, apart: bool = False) -> AsyncGenerator[list[bytes], None]:
+    """The data of the events that came together, one line each, or of each. Lines are cut anywhere, and joined once."""
     held: list[bytes] = []
     async for piece in pieces:
         *lines, rest = piece.split(b"\n")
@@ -59,7 +59,8 @@ async def read_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[list[bytes
         if rest:
             held.append(rest)
         if events := [line[5:].strip() for line in lines if line.startswith(b"data:")]:
-            yield events
+            for part in ([one] for one in events) if apart else [events]:
+                yield part
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class Reader:
                 choice = _read_event(data)
                 if choice is None:
                     continue
-                if not self.echoed:
+                if not self.echoed or bytes(choice.prompt_token_ids) not in _NOTHING:
                     check_echo(choice.prompt_token_ids, self.text, self.sent)
                     self.echoed = True
                 ids += choice.token_ids
@@ -112,7 +113,7 @@ def _read_event(data: bytes) -> _Choice | None:
     except (msgspec.DecodeError, RecursionError) as e:
         raise EngineError(f"the engine sent an event that cannot be read: {e}, got {quoted(data)}") from e
     if event.error is not None or event.object == "error":
-        raise _told(event.error if event.error is not None else orjson.loads(data))
+        raise _told(data)
     if event.choices is None:
         raise EngineError(f"the engine sent an event without choices: {quoted(data)}; is it a vLLM server?")
     if not event.choices:
@@ -135,7 +136,7 @@ def read_tokens(data: bytes) -> list[int]:
 def check_echo(echo: Raw, text: bytes, sent: Ids) -> None:
     """Raise EngineError unless the engine works on the prompt `sent`, which went to it as the JSON `text`."""
     echoed = bytes(echo)
-    if echoed in (b"", b"null"):
+    if echoed in _NOTHING:
         raise EngineError("the engine did not echo the prompt; vLLM must be 0.10.2 or later (return_token_ids)")
     if echoed == text or echoed.replace(b" ", b"") == text:
         return
@@ -152,8 +153,10 @@ def check_echo(echo: Raw, text: bytes, sent: Ids) -> None:
         raise EngineError(f"the engine echoed another prompt: token {at} is {ids[at]}, {sent[at]} was sent")
 
 
-def _told(error: Any) -> EngineError:
+def _told(data: bytes) -> EngineError:
     """An error in a stream that had begun; `code` is the status that it would have had."""
+    said = read_json(data)
+    error = said["error"] if said.get("error") is not None else said
     code = error.get("code") if isinstance(error, dict) else None
     status = code if type(code) is int and 400 <= code < 600 else 500
-    return EngineError(f"the engine failed: {words(orjson.dumps(error))}", status=status)
+    return EngineError(f"the engine failed: {words(data)}", status=status)

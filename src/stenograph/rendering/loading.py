@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from stenograph.rendering.family import FamilyRendering
     from stenograph.rendering.tokenizer import AnyTokenizer
 
-# Of their tokenizer these renderers ask where its tokens stand in a text, and decode each beginning of the text where it
-# does not say; one of the user's own may ask anything.
+# These renderers ask of their tokenizer where its tokens stand in a text, and where it does not say, they decode each
+# beginning of the text to find out; one of the user's own may ask anything.
 _ASK_MORE = frozenset({"deepseek-v4", "hy3", "laguna-xs-2.1", "laguna-s-2.1", "custom"})
 
 

@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from stenograph.config import EngineConfig
 from stenograph.engines.base import Chunk, Generate
 from stenograph.engines.vllm import VllmEngine
-from stenograph.engines.vllm_events import check_echo, read_events
+from stenograph.engines.vllm_events import Reader, check_echo, read_events
 from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable
 from stenograph.types import Sampling
 from support.listening import rendering
@@ -193,6 +193,37 @@ async def test_a_finished_turn_is_whole_whatever_the_connection_does(
     assert joined(await read(engine))[0] == [3]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        b'{"error":{"message":"no"}}',
+        b'{"error":{"code":1' + b"0" * 30 + b"}}",
+        b'{"error":' + b"[" * 300 + b"]" * 300 + b"}",
+        b'{"object":"error","message":"\xff"}',
+        b'{"choices":[{"index":0,"token_ids":[2],"logprobs":{"token_logprobs":[-1]},"prompt_token_ids":[6]}]}',
+    ],
+)
+def test_what_was_sampled_before_an_error_is_told_before_it(error: bytes) -> None:
+    sampled = b'{"choices":[{"index":0,"token_ids":[1],"logprobs":{"token_logprobs":[-1]},"prompt_token_ids":[5]}]}'
+    chunks = Reader(b"[5]", np.array([5], np.int32)).read([sampled, error])
+    assert next(chunks).ids.tolist() == [1]
+    with pytest.raises(EngineError):
+        next(chunks)
+
+
+@pytest.mark.parametrize(("stop", "together"), [((), [[1, 2, 3]]), (("end",), [[1], [2], [3]])])
+async def test_events_that_come_together_are_one_chunk_unless_a_stop_string_may_part_them(
+    engine: VllmEngine, server: FakeVllm, stop: tuple[str, ...], together: list[list[int]]
+) -> None:
+    event = '{{"choices":[{{"index":0,"token_ids":[{}],"logprobs":{{"token_logprobs":[-1]}},"prompt_token_ids":{}}}]}}'
+    body = "".join(f"data: {event.format(id, PROMPT.tolist())}\n\n" for id in (1, 2, 3))
+    server.play({"ids": [], "fault": "status", "status": 200, "body": body})
+    async with aclosing(engine.generate(asked(stop=stop))) as chunks:
+        assert [(await anext(chunks)).ids.tolist() for _ in together] == together
+        with pytest.raises(EngineError, match="ended after 3 tokens"):
+            await anext(chunks)
+
+
 # An echo that is not the prompt
 
 
@@ -271,6 +302,8 @@ def test_an_echo_that_is_written_otherwise_is_still_compared(echo: bytes) -> Non
         ({"fault": "error"}, "the engine failed: EngineCore encountered an issue"),
         ({"fault": "data", "data": ['{"error":"odd"}']}, "the engine failed: odd"),
         ({"fault": "data", "data": ['{"object":"error","message":"old","code":400}']}, "the engine failed: old"),
+        ({"fault": "data", "data": ['{"object":"error","message":"\\ud800"}']}, "cannot be read"),
+        ({"fault": "data", "data": [f'{{"error":{"[" * 300 + "]" * 300}}}']}, "the engine failed: "),
     ],
     ids=lambda value: str(value)[:60],
 )

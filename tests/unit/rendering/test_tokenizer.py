@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,8 +32,9 @@ def test_ids_and_text_are_those_of_transformers(name: str, text: str) -> None:
 
 def test_a_text_is_neither_cut_nor_padded_as_a_saved_tokenizer_would() -> None:
     theirs = builtin_tokenizer()
-    theirs.backend_tokenizer.enable_truncation(max_length=4)
-    theirs.backend_tokenizer.enable_padding(length=16)
+    core: Any = theirs.backend_tokenizer
+    core.enable_truncation(max_length=4)
+    core.enable_padding(length=16)
     plain = plain_tokenizer(theirs)
     assert plain.decode(plain.encode("six ids")) == "six ids"
     assert plain.decode(plain.encode("word " * 20)) == "word " * 20
