@@ -86,6 +86,11 @@ class _Place:
     changes: _Change | None = None
 
     @property
+    def num_left(self) -> int:
+        """Labels further down; ways that differ in how deep they are compare by it, where some have joined messages."""
+        return len(self.asked.labels) - self.depth
+
+    @property
     def is_last_reply(self) -> bool:
         return self.depth == self.asked.last_reply
 
@@ -154,7 +159,7 @@ class Matcher:
         while ways and not (best is not None and best.is_last_reply):
             way = ways.pop()
             end, valued = _follow(way)
-            if valued is not None and (best is None or valued.depth > best.depth):
+            if valued is not None and (best is None or valued.num_left < best.num_left):
                 best = valued
             if 0 < end.depth < end.asked.last_reply:
                 ways += self._turn_offs(tree, end)

@@ -353,3 +353,14 @@ def test_what_arrived_of_a_reply_that_broke_off_is_part_of_what_came_instead(res
     assert found.asked.messages == (*said[:1], first.reply.message(), *said[3:])
     assert match(tree, *said, matcher=Matcher(allowed=("ids_changed",))) is None
     assert match(tree, user("a"), Message("assistant", "Other. "), *said[2:]) is None
+
+
+def test_a_reply_that_its_limit_cut_and_the_rest_of_it_are_the_one_that_went_on_from_it() -> None:
+    tree = TraceTree()
+    add(tree, [user("a")], Reply("Let me"))
+    whole = add(tree, [user("a")], Reply("Let me see."))
+    parts = Message("assistant", "Let me"), Message("assistant", " see.")
+    found = match(tree, user("a"), *parts, user("c"))
+    assert found is not None
+    assert (found.turn, found.num_known, found.accepted) == (whole.id, 2, ("reply_split",))
+    assert found.asked.messages == (user("a"), whole.reply.message(), user("c"))
