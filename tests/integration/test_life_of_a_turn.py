@@ -129,6 +129,14 @@ async def test_a_paused_engine_holds_the_connection_and_then_says_when_to_come_b
         await session.until("delivered")
 
 
+async def test_a_stream_begins_with_its_first_comment() -> None:
+    hangs = say(RENDERING, "never said", fault="hang")
+    async with listening([hangs], idle_timeout_s=0.6, keep_alive_s=0.4) as client:
+        session = await client.open()
+        raw = await session.raw(ASK_STREAM)
+        assert (raw.count(b": keep-alive"), b"idle_timeout_s" in raw) == (1, True)
+
+
 async def test_an_aborting_pause_is_an_error_that_a_retry_mends() -> None:
     engine = ScriptedEngine([SLOW, FIRST])
     async with listening(engine) as client:

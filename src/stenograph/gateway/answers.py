@@ -65,13 +65,15 @@ class Answers:
         return response
 
     async def _stream(self, http: web.Request, session: Session, call: Call, writer: Writer) -> web.StreamResponse:
-        await call.hear(0, self._settings.keep_alive_s)
+        heard = await call.hear(0, self._settings.keep_alive_s)
         if call.error is not None:
             raise call.error  # nothing was sent yet, so that the answer can still be a status
         headers = {"content-type": "text/event-stream", "cache-control": "no-cache", **_named(call)}
         stream = _EventStream(headers=headers)
         await stream.prepare(http)
         try:
+            if not heard:
+                await stream.write(KEEP_ALIVE)  # and the head
             await self._tell(stream, call, writer)
             if call.error is None:
                 await self._deliver(http, session, call, stream, writer.end(call.answered))
