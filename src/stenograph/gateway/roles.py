@@ -94,6 +94,16 @@ class Roles:
             self._begun.setdefault(session, look)
         return role
 
+    def again(self, headers: Mapping[str, str], request: Request, role: Role) -> Role:
+        """The role of a conversation that begins, `role` until now, at the end of its first turn.
+
+        Meanwhile an agent at work may have begun, and what has no tools was asked on its side. Of others that begin at
+        the same time it does not matter which is the first to end.
+        """
+        look = _look(request.conversation)
+        main = self._main(_session(_said(headers, request.hints)), look)
+        return self.of(headers, request, None) if not look.tools and main is not None and main.tools else role
+
     def remember(self, headers: Mapping[str, str], request: Request, role: Role, parent: Role | None) -> None:
         """Take note of a turn that was recorded with `role`; what failed says nothing of what the main one is like."""
         session = _session(_said(headers, request.hints))

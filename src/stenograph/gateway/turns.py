@@ -52,8 +52,8 @@ class Turns:
             outputs += self._outputs(call, prompt, sampling)
             call.advance(State.GENERATING)
             await self._generate(session, call, prompt, outputs)
-            if continued is None:  # what has begun beside it meanwhile says more of what this was for
-                role = session.roles.of(call.headers, call.request, continued)
+            if continued is None:
+                role = session.roles.again(call.headers, call.request, role)
             turns, answered = self._turns(call, prompt, role, notes, outputs, time.monotonic() - clock)
             if session.traced:
                 with boundary(TraceError, "record the turn"):

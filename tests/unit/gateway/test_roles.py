@@ -350,6 +350,26 @@ def test_what_has_no_tools_is_on_the_side_of_an_agent_whose_first_turn_is_not_re
     assert taken(roles, {"x-session-id": "another"}, aside, None).name == "main"
 
 
+@pytest.mark.parametrize("tools", [TOOLS, ()], ids=["with tools", "without"])
+def test_of_agents_that_begin_at_the_same_time_the_first_to_end_makes_no_other_a_sub_agent(
+    tools: Sequence[str],
+) -> None:
+    roles = Roles()
+    slow, quick = (asked(TASK, system=system, tools=tools) for system in (AGENT, "You look for files."))
+    role = roles.of({}, slow, None)
+    taken(roles, {}, quick, None)
+    assert roles.again({}, slow, role) == role == MAIN
+
+
+def test_what_was_asked_before_an_agent_at_work_began_is_on_its_side_if_it_ends_behind() -> None:
+    roles = Roles()
+    aside = asked(TASK, system="Say if this is new.", tools=())
+    role = roles.of({}, aside, None)
+    assert role == MAIN
+    roles.of({}, asked(TASK), None)
+    assert roles.again({}, aside, role).name == "sub-agent"
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
