@@ -171,6 +171,8 @@ def install(package: str) -> None:
     """Bring one of PINS by npm, unless it is there."""
     if is_installed(package):
         return
+    if shutil.which("npm") is None:
+        sys.exit("npm is not found; it brings the agent programs, and comes with Node.js")
     folder = FOLDER / package
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
