@@ -173,7 +173,7 @@ class Matcher:
     def _turn_offs(self, tree: TraceTree, at: _Place) -> list[_Place]:
         """Ways on over messages that are not equal, the likeliest last."""
         index, label = at.depth - 1, at.asked.labels[at.depth]
-        named = minted_turns(at.asked.messages[index])
+        named = _named(at.asked.messages, index)
         ways, likeliest = [], []
         for node in self._compared(tree, at.node, named):
             turn = tree.first_below(node)
@@ -282,6 +282,13 @@ def _all(change: _Change | None) -> Iterator[_Change]:
     while change is not None:
         yield change
         change = change.before
+
+
+def _named(messages: tuple[Message, ...], index: int) -> set[str]:
+    """The turns that ids name in the message at `index`, or in the rest of the reply that it begins."""
+    came = messages[index : index + 2]
+    reply = reply_split(*came) if len(came) == 2 else None
+    return minted_turns(came[0]) | (minted_turns(reply) if reply is not None else set())
 
 
 def _meant(equal: tuple[str, ...], reply: Message) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from stenograph.dialects.minted import call_id, turn_id
 from stenograph.traces.matching import Match, Matcher
 from stenograph.traces.trace import TraceTree
 from stenograph.types import Conversation, Message, Reply, Tool, ToolCall, Turn
@@ -364,3 +365,18 @@ def test_a_reply_that_its_limit_cut_and_the_rest_of_it_are_the_one_that_went_on_
     assert found is not None
     assert (found.turn, found.num_known, found.accepted) == (whole.id, 2, ("reply_split",))
     assert found.asked.messages == (user("a"), whole.reply.message(), user("c"))
+
+
+def test_of_equal_replies_the_one_is_meant_whose_call_comes_back_behind_what_broke_off() -> None:
+    tree = TraceTree()
+    turns = []
+    for name in ("a" * 16, "b" * 16):
+        reply = calling(ToolCall(call_id(name, 0), "f", "{}"), content="I call.")
+        turn = replace(make_turn([1], [2], asked=[user("a")]), id=turn_id(name), reply=reply)
+        tree.add(turn, None)
+        turns.append(turn)
+    for turn in turns:
+        rest = Message("assistant", "call.", tool_calls=turn.reply.tool_calls)
+        found = match(tree, user("a"), Message("assistant", "I "), rest, result("x", rest.tool_calls[0].id))
+        assert found is not None
+        assert (found.turn, found.accepted) == (turn.id, ("reply_split",))
