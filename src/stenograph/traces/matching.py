@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
-from operator import is_
+from operator import is_, itemgetter
 
 from stenograph.traces.digests import conversation_labels
 from stenograph.traces.equivalences import NAMES, accept, ids_changed, minted_turns, reply_split, results_reordered
@@ -171,10 +171,10 @@ class Matcher:
         return best
 
     def _turn_offs(self, tree: TraceTree, at: _Place) -> list[_Place]:
-        """Ways on over messages that are not equal, the likeliest last."""
+        """Ways on over messages that are not equal, the likeliest last: ids name it, it differs least, it is new."""
         index, label = at.depth - 1, at.asked.labels[at.depth]
         named = _named(at.asked.messages, index)
-        ways, likeliest = [], []
+        ways: list[tuple[bool, int, _Place]] = []
         for node in self._compared(tree, at.node, named):
             turn = tree.first_below(node)
             recorded = tree.message(turn, index)
@@ -183,10 +183,10 @@ class Matcher:
                 asked, names = self._compare(tree, turn, recorded, at.asked, index)
             if names is not None:
                 way = _Place(node, at.depth + 1, asked, _Change(index, recorded, names, at.changes))
-                (likeliest if turn in named else ways).append(way)
+                ways.append((turn in named, -len(names), way))
                 if asked is at.asked:
                     self._know(label, node.label, names)
-        return ways + likeliest
+        return [way for *_, way in sorted(ways, key=itemgetter(0, 1))]
 
     def _know(self, label: bytes, recorded: bytes, names: tuple[str, ...]) -> None:
         if len(self._known) >= _MOST_KNOWN:  # of a client that changes all that it sends again and again

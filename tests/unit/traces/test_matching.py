@@ -380,3 +380,13 @@ def test_of_equal_replies_the_one_is_meant_whose_call_comes_back_behind_what_bro
         found = match(tree, user("a"), Message("assistant", "I "), rest, result("x", rest.tool_calls[0].id))
         assert found is not None
         assert (found.turn, found.accepted) == (turn.id, ("reply_split",))
+
+
+@pytest.mark.parametrize("names", [("Bash", "bash"), ("bash", "Bash")])
+def test_of_replies_that_differ_in_known_ways_the_one_is_meant_that_differs_least(names: tuple[str, str]) -> None:
+    tree = TraceTree()
+    turns = {name: add(tree, [user("a")], calling(ToolCall(f"call_{name}", name, "{}"))) for name in names}
+    came = Message("assistant", tool_calls=(ToolCall("theirs", "bash", "{}"),))
+    found = match(tree, user("a"), came, result("x", "theirs"))
+    assert found is not None
+    assert (found.turn, found.accepted) == (turns["bash"].id, ("ids_changed",))
