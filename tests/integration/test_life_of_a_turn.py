@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -361,3 +362,26 @@ async def test_sessions_at_once_never_see_each_others_tokens() -> None:
             (sample,) = await client.json("GET", f"/sessions/{session.id}/samples")
             ids = [id for id, mask in zip(sample["ids"], sample["loss_mask"], strict=True) if mask]
             assert ids == RENDERING.encode_reply(Reply(f"for {name} alone")).tolist()
+
+
+async def test_a_long_call_that_is_new_is_rendered_without_holding_others_up() -> None:
+    function = {"name": "f", "arguments": json.dumps({"text": "word " * 100_000})}
+    said = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "the first"},
+        {"role": "user", "content": "go on"},
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": "ok"},
+    ]
+    async with listening([FIRST, SECOND]) as client:
+        session = await client.open()
+        assert content(await session.ask(ASK)) == "the first"
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        asked = asyncio.create_task(session.ask(json.dumps({"model": "m", "messages": said}).encode()))
+        ticks = [began]
+        while not asked.done():
+            await asyncio.sleep(0.001)
+            ticks.append(loop.time())
+        assert content(await asked) == "the second"
+        assert max(b - a for a, b in pairwise(ticks)) < (ticks[-1] - began) / 2

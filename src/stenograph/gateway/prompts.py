@@ -90,7 +90,7 @@ class Prompts:
     ) -> tuple[Ids, Ids]:
         """What comes after `recorded`, and the whole prompt; both are the whole where it cannot be continued."""
         if recorded is not None:
-            num_new = sum(len(message.content) for message in asked.messages[num_known:])
+            num_new = sum(map(_num_chars, asked.messages[num_known:]))
             num_read = num_new if self._rendering.extends_flat else num_bytes
             context_ids = await _run(num_read, lambda: self._extend(asked, num_known, recorded))
             if context_ids is not None:
@@ -136,6 +136,10 @@ class Prompts:
             return self._rendering.encode_reply(Reply(message.content, message.reasoning, message.tool_calls))
         except RequestError:
             return None
+
+
+def _num_chars(message: Message) -> int:
+    return len(message.content) + len(message.reasoning) + sum(len(call.arguments) for call in message.tool_calls)
 
 
 async def _run(num_chars: int, work: Callable[[], T]) -> T:
