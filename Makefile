@@ -31,6 +31,7 @@ test-slow: setup
 
 # Agent programs, by npm: CI's are those that are quickest to bring and to run.
 ci-tools: setup
+	command -v npm || { apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends npm; }
 	PYTHONPATH=tests $(BIN)/python -m support.clients codex claude-code
 
 clients: setup

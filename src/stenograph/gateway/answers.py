@@ -38,11 +38,11 @@ class Answers:
         self._settings = config.gateway
         self._max_tokens = config.sampling.max_tokens
 
-    async def answer(self, http: web.Request, session: Session, request: Request, num_bytes: int) -> web.StreamResponse:
+    async def answer(self, http: web.Request, session: Session, request: Request) -> web.StreamResponse:
         """Raises what went wrong while nothing was sent yet; later errors are told in the stream."""
         session.require_open()
         request = session.stored.resolve(request, self._store.tree(session.id) if session.traced else None)
-        call = self._call(session, request, http.headers, num_bytes)
+        call = self._call(session, request, http.headers)
         call.join()
         try:
             writer = request.writer(call.name, int(call.received_s), self._turns.rendering.decode)
@@ -113,7 +113,7 @@ class Answers:
 
     # --- the call ------------------------------------------------------------------------------------------------
 
-    def _call(self, session: Session, request: Request, headers: Mapping[str, str], num_bytes: int) -> Call:
+    def _call(self, session: Session, request: Request, headers: Mapping[str, str]) -> Call:
         """The call of a client that went away and asked the same, or a new one."""
         key = _key(request)
         max_tokens = min(request.asked.get("max_tokens", self._max_tokens), self._max_tokens)
@@ -121,7 +121,7 @@ class Answers:
             if call.answers(key, max_tokens):
                 return call
         self._check_limits(session, request.num_choices)
-        call = Call(request, headers, key, max_tokens, num_bytes)
+        call = Call(request, headers, key, max_tokens)
         session.start(call, self._take(session, call))
         return call
 

@@ -40,15 +40,12 @@ _NEXT = {
 class Call:
     """One request's answer in the making. `key` is the same for requests that ask the same."""
 
-    def __init__(
-        self, request: Request, headers: Mapping[str, str], key: Hashable, max_tokens: int, num_bytes: int
-    ) -> None:
+    def __init__(self, request: Request, headers: Mapping[str, str], key: Hashable, max_tokens: int) -> None:
         self.name = secrets.token_hex(8)
         self.request = request
         self.headers = headers
         self.key = key
         self.max_tokens = max_tokens  # what the request allows
-        self.num_bytes = num_bytes  # of the request
         self.received_s = time.time()
         self.state = State.RECEIVED
         self.num_prompt = 0

@@ -56,7 +56,7 @@ class Prompts:
         self._store = store
         self._context_length = context_length
 
-    async def make(self, session: Session, conversation: Conversation, num_bytes: int) -> Prompt:
+    async def make(self, session: Session, conversation: Conversation) -> Prompt:
         """Continue the deepest recorded turn where its ids can be kept, else render from the start: a fork."""
         begun = conversation.messages[-1] if conversation.continues else None
         asked = conversation
@@ -71,7 +71,7 @@ class Prompts:
         new = asked.messages[num_known:]
         self._refuse_far_too_long(new)
         recorded = self._recorded(session, match.turn) if match is not None else None
-        context_ids, ids = await self._render(asked, num_known, recorded, num_bytes)
+        context_ids, ids = await self._render(asked, num_known, recorded)
         num_begun = 0
         if begun is not None:
             begun_ids = self._rendering.begin_reply(conversation, ids)
@@ -85,17 +85,14 @@ class Prompts:
         ids = tree.path_ids(turn)
         return _Recorded(ids, len(ids) - len(tree.turn(turn).output_ids))
 
-    async def _render(
-        self, asked: Conversation, num_known: int, recorded: _Recorded | None, num_bytes: int
-    ) -> tuple[Ids, Ids]:
+    async def _render(self, asked: Conversation, num_known: int, recorded: _Recorded | None) -> tuple[Ids, Ids]:
         """What comes after `recorded`, and the whole prompt; both are the whole where it cannot be continued."""
         if recorded is not None:
-            num_new = sum(map(_num_chars, asked.messages[num_known:]))
-            num_read = num_new if self._rendering.extends_flat else num_bytes
-            context_ids = await _run(num_read, lambda: self._extend(asked, num_known, recorded))
+            read = asked.messages[num_known:] if self._rendering.extends_flat else asked.messages
+            context_ids = await _run(read, lambda: self._extend(asked, num_known, recorded))
             if context_ids is not None:
                 return context_ids, np.concatenate([recorded.ids, context_ids])
-        ids = await _run(num_bytes, lambda: self._rendering.render(asked))
+        ids = await _run(asked.messages, lambda: self._rendering.render(asked))
         # The template was free to rewrite what was said; where it did not, the branch goes on all the same.
         num_recorded = len(recorded.ids) if recorded is not None else 0
         kept = recorded is not None and len(ids) > num_recorded and np.array_equal(ids[:num_recorded], recorded.ids)
@@ -142,6 +139,6 @@ def _num_chars(message: Message) -> int:
     return len(message.content) + len(message.reasoning) + sum(len(call.arguments) for call in message.tool_calls)
 
 
-async def _run(num_chars: int, work: Callable[[], T]) -> T:
-    """`work` on a text of so many characters; on a thread where that takes long, so that it holds nobody else up."""
-    return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
+async def _run(read: tuple[Message, ...], work: Callable[[], T]) -> T:
+    """`work` that reads these messages; on a thread where that takes long, so that it holds nobody else up."""
+    return work() if sum(map(_num_chars, read)) <= _INLINE_CHARS else await asyncio.to_thread(work)

@@ -20,7 +20,6 @@ from stenograph.types import BranchRole, Conversation, Message
 
 _OPENING = 800  # characters of a system prompt or of a message that say what is asked
 _ALIKE = 0.5  # share of word pairs in common; a prompt whose date or folder changed keeps far more
-_TITLE_FIELDS = 2  # a schema of more than a title and a flag asks for an answer that has a title
 _PROBE_CHARS = 20
 
 _TITLE = re.compile(
@@ -221,9 +220,12 @@ def _title(request: Request, look: _Look) -> Role | None:
 
 
 def _has_title(schema: Mapping[str, Any]) -> bool:
-    """Whether what follows `schema` is a title and next to nothing else."""
+    """Whether what follows `schema` is a title, and flags: what has more fields asks for more than a title."""
     fields = schema.get("properties")
-    return isinstance(fields, dict) and len(fields) <= _TITLE_FIELDS and any("title" in name.lower() for name in fields)
+    if not isinstance(fields, dict):
+        return False
+    others = [field for name, field in fields.items() if "title" not in name.lower()]
+    return len(others) < len(fields) and all(isinstance(one, dict) and one.get("type") == "boolean" for one in others)
 
 
 def _probe(request: Request) -> Role | None:

@@ -149,12 +149,12 @@ class Gateway:
             body = await bodies.read(request)
             asked = dialect.parse_request(body, self._seen(request, session, body))
             session = self._named(request, session, asked.session)
-            return await self._answers.answer(request, session, asked, len(body))
+            return await self._answers.answer(request, session, asked)
         if method == "POST" and path == paths.COUNT_TOKENS:
             body = await bodies.read(request)
             asked = messages.parse_count(body, self._seen(request, session, body))
             session = self._named(request, session, asked.session)
-            return _json(messages.count(await self._turns.count(session, asked.conversation, len(body))))
+            return _json(messages.count(await self._turns.count(session, asked.conversation)))
         if method == "GET" and path == "/v1/models":
             return _json({"object": "list", "data": [_model(self.model_name)], "has_more": False})
         if method == "GET" and path.startswith("/v1/models/"):  # whatever it is called: that is what answers

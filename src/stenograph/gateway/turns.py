@@ -67,9 +67,9 @@ class Turns:
         except Exception as e:
             self._fail(session, call, outputs, e)
 
-    async def count(self, session: Session, conversation: Conversation, num_bytes: int) -> int:
+    async def count(self, session: Session, conversation: Conversation) -> int:
         """Tokens of the prompt that a turn would have."""
-        return len((await self._prompts.make(session, conversation, num_bytes)).ids)
+        return len((await self._prompts.make(session, conversation)).ids)
 
     def _fail(self, session: Session, call: Call, outputs: Sequence[Output], e: Exception) -> None:
         """Say so to whoever listens, and account for tokens that nobody will see."""
@@ -93,7 +93,7 @@ class Turns:
         if request.grammar is not None and not capabilities.constrained:
             told = "this engine cannot constrain its output to a JSON schema"
             raise RequestError(f"{told}; leave out response_format (output_config.format, text.format)")
-        prompt = await self._prompts.make(session, request.conversation, call.num_bytes)
+        prompt = await self._prompts.make(session, request.conversation)
         sampling, notes = resolve(request.asked, self._sampling, capabilities, len(prompt.ids))
         call.prepared(len(prompt.ids))
         return prompt, replace(sampling, constrained=request.grammar is not None), request.notes + notes

@@ -199,11 +199,14 @@ def _with_arguments(recorded: Message, came: Message, same: Callable[[str, str],
     return _with_calls(recorded, came, with_theirs)
 
 
+_INVALID = "invalid"  # opencode's tool for calls that no other takes
+
+
 def _with_their_tool(ours: ToolCall, theirs: ToolCall) -> ToolCall:
-    """opencode's `invalid` tool takes the name that was called, and what was wrong with the call."""
+    """That tool takes the name that was called, and what was wrong with the call."""
     if ours.name != theirs.name == ours.name.lower():
         return replace(ours, name=theirs.name)
-    if ours.name != theirs.name and arguments.are_complaint(theirs.arguments, ours.name):
+    if theirs.name == _INVALID != ours.name and arguments.are_complaint(theirs.arguments, ours.name):
         return replace(ours, name=theirs.name, arguments=theirs.arguments)
     return ours
 
