@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stenograph.config import SamplingConfig, SamplingValues
+from stenograph.config import SamplingConfig
 from stenograph.engines.base import Capabilities
 from stenograph.errors import ContextOverflow
 from stenograph.types import Sampling
@@ -23,8 +23,8 @@ def resolve(
     room = capabilities.context_length - num_prompt
     if room < 1:
         raise ContextOverflow(num_prompt, capabilities.context_length)
-    forced = _given(config.force)
-    values = {**_given(config.default), **asked, **forced}
+    forced = config.force.model_dump(exclude_none=True)
+    values = config.default.model_dump(exclude_none=True) | dict(asked) | forced
     notes = [f"forced:{name}" for name in forced if name in asked and asked[name] != forced[name]]
     if "seed" in asked and not capabilities.seeded:
         notes.append("ignored:seed")
@@ -36,7 +36,3 @@ def resolve(
         notes.append("clamped:max_tokens")
     values["max_tokens"] = min(values.get("max_tokens", limit), limit)
     return Sampling(**values), tuple(notes)
-
-
-def _given(values: SamplingValues) -> dict[str, Any]:
-    return {name: value for name, value in values if value is not None}
