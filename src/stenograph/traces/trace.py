@@ -64,6 +64,7 @@ class TraceTree:
         # What was said: the tools, then message by message; the turns that a conversation's reply may be, where it
         # ends in one.
         self.told: PrefixTree[bytes, tuple[str, ...]] = PrefixTree()
+        self._last_path: tuple[Output | None, Ids] = (None, EMPTY)
 
     # --- recording -----------------------------------------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class TraceTree:
         for node in [self._root, *self.nodes()]:
             node.children = ()
         self._root, self._outputs, self.told = Node(None, 0, EMPTY), {}, PrefixTree()
+        self._last_path = None, EMPTY
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -147,8 +149,19 @@ class TraceTree:
         return self._outputs[turn].state
 
     def path_ids(self, turn: str) -> Ids:
-        """Ids of a turn's prompt and output, as the engine saw them."""
-        return np.concatenate([node.ids for node in self._path(self.node(turn))])
+        """Ids of a turn's prompt and output, as the engine saw them; not to be written to.
+
+        The last path is kept in one piece: the next one nearly always goes on from it.
+        """
+        last, known = self._last_path
+        node: Node | None = self.node(turn)
+        parts: list[Ids] = []
+        while node is not None and node is not last:
+            parts.append(node.ids)
+            node = node.parent
+        ids = np.concatenate([known if node is not None else EMPTY, *reversed(parts)])
+        self._last_path = self.node(turn), ids
+        return ids
 
     def path_turns(self, turn: str) -> list[str]:
         """The turns whose outputs lie on the path to `turn`, oldest first, `turn` included."""
