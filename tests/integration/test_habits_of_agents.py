@@ -89,37 +89,26 @@ async def test_a_title_asked_at_the_same_time_is_beside_the_conversation(name: s
         assert (books.pop("trained"), sum(books.values())) == (num_tokens(RUNS, ENDS), num_tokens(NAMED))
 
 
-async def test_what_is_asked_without_tools_while_the_agents_first_turn_is_sampled_is_not_its_conversation() -> None:
-    async with listening([RUNS, ENDS, NAMED], family=KEEPS_REASONING) as client:
+@pytest.mark.parametrize("is_first", [True, False], ids=["asked first", "agent first"])
+async def test_what_is_asked_without_tools_beside_an_agents_first_turn_is_not_its_conversation(is_first: bool) -> None:
+    named = line("Echo hello", when="<asked>", fault="slow:0.2" if is_first else None)
+    async with listening([RUNS, ENDS, named], family=KEEPS_REASONING) as client:
         session = await client.open()
         agent = Thread(session, OPENCODE, AGENT, ("bash",))
         aside = Thread(session, OPENCODE, "Say whether this is a new topic.", ())
-        begun = asyncio.create_task(agent.ask("Run echo"))
+        asked = [agent.ask("Run echo"), aside.ask("<asked>")]
+        begun = asyncio.create_task(asked.pop(is_first))
         await in_flight(session)
-        await aside.ask("<asked>")
+        await asked.pop()
         assert not begun.done()
         await begun
         await agent.give("hello\n")
-        assert [role for role, *_ in await outcomes(session)] == ["sub-agent", "main", "main"]
-        assert await samples(session) == [
-            ("sub-agent", [text_of(NAMED)]),
+        roles = ["main", "sub-agent", "main"] if is_first else ["sub-agent", "main", "main"]
+        assert [role for role, *_ in await outcomes(session)] == roles
+        assert sorted(await samples(session)) == [
             ("main", [text_of(RUNS), text_of(ENDS)]),
+            ("sub-agent", [text_of(named)]),
         ]
-
-
-async def test_what_is_asked_without_tools_a_moment_before_an_agents_first_turn_is_not_its_conversation() -> None:
-    slow = line("Echo hello", when="<asked>", fault="slow:0.2")
-    async with listening([RUNS, ENDS, slow], family=KEEPS_REASONING) as client:
-        session = await client.open()
-        agent = Thread(session, OPENCODE, AGENT, ("bash",))
-        aside = Thread(session, OPENCODE, "Say whether this is a new topic.", ())
-        asked = asyncio.create_task(aside.ask("<asked>"))
-        await in_flight(session)
-        await agent.ask("Run echo")
-        assert not asked.done()
-        await asked
-        await agent.give("hello\n")
-        assert [role for role, *_ in await outcomes(session)] == ["main", "sub-agent", "main"]
 
 
 # --- the same asked twice at nearly the same time ------------------------------------------------------------------
