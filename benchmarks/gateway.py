@@ -1,8 +1,9 @@
 """What the gateway adds to a turn, by the length of its session: gateway, engine and load are a process each.
 
-One JSON row a figure. CPU is the gateway's own, all its threads, from the kernel's account of its process; its ratio is
-to a naive gateway (`naive_gateway.py`) under the same load. Latency is what is added to a direct call to the same
-engine. On few cores the three processes are in each other's way: the CPU is what counts.
+One JSON row a figure, a naive gateway's (`naive_gateway.py`) under the same load beside it. `cpu_ms`: the gateway's own
+CPU a turn, all its threads, from the kernel's account of its process, the median over rounds. `added_ms`: the median
+latency over that of a direct call to the same engine. `peak_mb`: the most memory that the process ever had, with some
+300 MB that it starts with. On few cores the processes are in each other's way: the CPU is what counts.
 """
 
 from __future__ import annotations
@@ -85,21 +86,31 @@ def _for_naive(plan: Plan) -> Plan:
     return replace(plan, num_taken=0, rounds=max(1, plan.rounds // 4), num_measured=min(plan.num_measured, 4))
 
 
+def _case(text: str) -> tuple[str, int]:
+    length, _, concurrency = text.partition("@")
+    if length not in LENGTHS or not concurrency.isdecimal() or not 1 <= int(concurrency) <= NUM_REQUESTS // 2:
+        told = f"{text!r} is no case: give a length ({', '.join(LENGTHS)}) @ how many at a time, up to"
+        raise argparse.ArgumentTypeError(f"{told} {NUM_REQUESTS // 2}")
+    return length, int(concurrency)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two lengths, streamed")
-    parser.add_argument("--case", action="append", metavar="LENGTH@CONCURRENCY", help="only these, as 32k@1")
+    parser.add_argument("--quick", action="store_true", help="streamed alone; without --case, two lengths alone")
+    parser.add_argument("--case", action="append", type=_case, metavar="LENGTH@CONCURRENCY", help="as 32k@1")
+    parser.add_argument("--per-event", type=int, default=8, help="tokens in an event of the engine")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds between the engine's events")
     args = parser.parse_args()
     lengths = ("1k", "32k") if args.quick else tuple(LENGTHS)
-    cases = args.case or [f"{length}@{concurrency}" for length in lengths for concurrency in (1, 32)]
+    cases = args.case or [(length, concurrency) for length in lengths for concurrency in (1, 32)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         tokenizer = write_tokenizer(folder)
-        engine = stack.enter_context(fake_engine(reply_ids(tokenizer, NUM_REPLY)))
-        for case in cases:
-            length, _, concurrency = case.partition("@")
-            streams = (True,) if args.quick else (True, False)
-            run(Parts(folder, engine), length, int(concurrency), streams)
+        reply = reply_ids(tokenizer, NUM_REPLY)
+        engine = stack.enter_context(fake_engine(reply, args.pace, args.per_event))
+        streams = (True,) if args.quick else (True, False)
+        for length, concurrency in cases:
+            run(Parts(folder, engine), length, concurrency, streams)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 @contextmanager
-def fake_engine(reply: list[int], pace_s: float = 0.0) -> Iterator[str]:
+def fake_engine(reply: list[int], pace_s: float = 0.0, per_event: int = 8) -> Iterator[str]:
     """Its address."""
-    command = [sys.executable, str(HERE / "fake_engine.py"), "--reply", str(reply), "--pace", str(pace_s)]
-    with started(*command) as (ready, _):
+    command = [sys.executable, str(HERE / "fake_engine.py"), "--reply", str(reply)]
+    with started(*command, "--pace", str(pace_s), "--per-event", str(per_event)) as (ready, _):
         yield ready["url"]
 
 

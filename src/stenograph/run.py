@@ -33,10 +33,6 @@ T = TypeVar("T")
 
 async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
     """Run a gateway until SIGINT or SIGTERM; `listening` is called when it takes requests."""
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, stopped.set)
     rendering = load_rendering(config.model)
     model = None
     if config.engine.kind == "local":
@@ -44,6 +40,10 @@ async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
 
         model = load_model(config.model, dtype=config.engine.dtype)
     engine = await build_engine(config, rendering, model)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):  # only now: what loads a model or looks for one does not see them
+        loop.add_signal_handler(name, stopped.set)
     try:
         async with _listening(config, engine, rendering, _new_store(config)) as gateway:
             _keep_for_good()

