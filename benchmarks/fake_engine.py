@@ -27,7 +27,7 @@ class Asked(msgspec.Struct):
 
 class FakeEngine:
     def __init__(self, reply: list[int], per_event: int, pace_s: float) -> None:
-        self._per_event, self._pace_s = per_event, pace_s
+        self._pace_s = pace_s
         self._events = [_event(reply[at : at + per_event]) for at in range(per_event, len(reply), per_event)]
         self._events += [_event([], "stop") + b"data: [DONE]\n\n"]
         self._first = reply[:per_event]

@@ -50,7 +50,6 @@ class Client:
         self._http, self._url, self._headers, self._plan = http, url, headers, plan
         self._rng = np.random.default_rng(seed)
         self._said: list[bytes] = []
-        self.num_bytes = 0
 
     async def grow(self) -> None:
         """Take turns until what is measured stands around the plan's length."""
@@ -66,7 +65,6 @@ class Client:
         self._say("user", self._text(NUM_USER))
         head = b'{"model":"m","stream":' + (b"true" if self._plan.stream else b"false") + b',"messages":['
         body = head + b",".join(self._said) + b"]}"
-        self.num_bytes = len(body)
         start = time.perf_counter()
         async with self._http.post(self._url, data=body, headers=self._headers) as answer:
             data = await answer.read()
@@ -115,7 +113,6 @@ class Measured:
     latencies_s: list[float]
     seconds: float
     cpu_s: list[float]
-    num_bytes: int  # of the last request
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +129,6 @@ async def measure(http: aiohttp.ClientSession, target: Target, plan: Plan) -> Me
     latencies: list[float] = []
     cpu_s: list[float] = []
     seconds = 0.0
-    num_bytes = 0
     for round in range(plan.rounds):
         clients: list[Client | Direct] = []
         ids: list[str] = []
@@ -151,11 +147,10 @@ async def measure(http: aiohttp.ClientSession, target: Target, plan: Plan) -> Me
         cpu_s.append((cpu_of(target.pid) - before_s) / (plan.num_measured * plan.concurrency))
         seconds += time.perf_counter() - began_s
         latencies += [one for client in taken for one in client]
-        num_bytes = max((client.num_bytes for client in clients if isinstance(client, Client)), default=0)
         if target.kind == "gateway":
             for id in ids:
                 await admin(http, target, "DELETE", f"/sessions/{id}")
-    return Measured(latencies, seconds, cpu_s, num_bytes)
+    return Measured(latencies, seconds, cpu_s)
 
 
 async def _take_all(client: Client | Direct, num_turns: int) -> list[float]:
