@@ -19,6 +19,7 @@ import orjson
 from stenograph.dialects import chat
 from stenograph.dialects.seen import Seen
 from stenograph.traces.memory import MemoryTraceStore
+from stenograph.traces.session import Opening
 from stenograph.types import Conversation, Ids, Message, Reply, Sampling, Turn
 
 NUM_CONTEXT = 120  # tokens of a turn
@@ -96,7 +97,7 @@ def _chunks(texts: Iterable[str]) -> Iterator[str]:
 
 def new_store() -> MemoryTraceStore:
     store = MemoryTraceStore()
-    store.open("s", {})
+    store.open(Opening("s"))
     return store
 
 

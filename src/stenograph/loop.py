@@ -19,7 +19,8 @@ from stenograph.rendering import load_tokenizer
 from stenograph.rollouts import Attempts, Batch, batches, evaluate
 from stenograph.rundir import RunDir
 from stenograph.traces.export import session_row
-from stenograph.traces.store import Disposition, Ledger, TraceStore
+from stenograph.traces.session import Disposition, Ledger
+from stenograph.traces.store import TraceStore
 from stenograph.training.report import StepReport
 from stenograph.training.trainer import Trainer
 from stenograph.types import Rollout, Sample, Task

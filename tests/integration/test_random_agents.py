@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from stenograph.traces.drift import Cause
 from stenograph.traces.memory import MemoryTraceStore
-from stenograph.traces.store import Disposition
+from stenograph.traces.session import Disposition
 from stenograph.types import Turn
 from support.agents_at_random import CHANGES, Agent, Asked, Book, Told
 from support.habits import is_malformed

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from stenograph.engines.scripted import Line
-from stenograph.traces.store import Disposition
+from stenograph.traces.session import Disposition
 from stenograph.types import Reply, ToolCall
 from support.listening import Session, becomes
 from support.tokenizers import family

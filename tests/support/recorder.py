@@ -10,7 +10,7 @@ import numpy as np
 
 from stenograph.config import SelectConfig
 from stenograph.traces.memory import MemoryTraceStore
-from stenograph.traces.store import Disposition
+from stenograph.traces.session import Disposition, Opening
 from stenograph.types import BranchRole, Sample, Sampling, Turn
 from support.turns import make_turn
 
@@ -22,7 +22,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.store = MemoryTraceStore()
-        self.store.open("s", {})
+        self.store.open(Opening("s"))
         self._tokens = itertools.count(1)
 
     def turn(self, after: Turn | None = None, *, num_context: int = 1, num_output: int = 2, **said: Any) -> Turn:

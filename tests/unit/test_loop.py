@@ -17,7 +17,7 @@ from stenograph.errors import StenographError, TraceError
 from stenograph.loop import Loop
 from stenograph.rundir import RunDir
 from stenograph.traces.memory import MemoryTraceStore
-from stenograph.traces.store import Ledger
+from stenograph.traces.session import Ledger, Opening
 from stenograph.training.trainer import Trainer
 from stenograph.types import Rollout, Task, Turn
 from stenograph.watching import Watchers
@@ -49,7 +49,7 @@ class Recorded:
 
     def _run(self, n: int, task: Task, group: str) -> Rollout:
         session, reward = f"s{n}", float(n)
-        self.store.open(session, {"rollout_id": f"r{n}", "group_id": group, "task_id": task.id})
+        self.store.open(Opening(session, {"rollout_id": f"r{n}", "group_id": group, "task_id": task.id}))
         first = make_turn([1, 2], [3, 4])
         first = replace(first, experts=ROUTED) if n in self.mixed else first
         left, taken = make_turn([5], [6, 7 + n]), make_turn([5], [8])

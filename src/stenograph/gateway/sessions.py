@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import secrets
@@ -17,6 +18,7 @@ from stenograph.errors import RequestError
 from stenograph.gateway.calls import Call
 from stenograph.gateway.roles import Roles
 from stenograph.gateway.stored import StoredResponses
+from stenograph.traces.session import Opening
 from stenograph.traces.store import TraceStore
 from stenograph.types import Turn
 
@@ -115,8 +117,7 @@ class Sessions:
             raise _stopping()
         id = SESSION_PREFIX + secrets.token_hex(16)
         session = Session(id, KEY_PREFIX + secrets.token_hex(16), traced, ttl_s or self._ttl_s, metadata)
-        if traced:
-            self.store.open(session.id, metadata)
+        self.store.open(Opening(session.id, metadata, traced, key_digest(session.api_key), session.ttl_s))
         self._sessions[session.id] = session
         self._by_key[session.api_key] = session
         return session
@@ -170,8 +171,7 @@ class Sessions:
         session.calls.clear()  # a sealed session repeats nothing
         session.seen = Seen()
         self.find(session.id)  # it may have been deleted meanwhile
-        if session.traced:
-            self.store.seal(session.id, reward, status)
+        self.store.seal(session.id, reward, status)
 
     async def close(self, session: Session) -> list[str]:
         """Abort what is in flight, forget the address and release the record."""
@@ -179,8 +179,6 @@ class Sessions:
         self._sessions.pop(session.id, None)
         self._by_key.pop(session.api_key, None)
         await session.settle(0)
-        if not session.traced:
-            return [session.id]
         try:
             return self.store.release([session.id])
         except Exception:
@@ -223,6 +221,11 @@ class Sessions:
         # Keys are 128 random bits, so looking one up by hash tells an attacker nothing about another.
         session = self._by_key.get(key)
         return session if session is not None and _same(key, session.api_key) else None
+
+
+def key_digest(key: str) -> bytes:
+    """What is kept of a key: enough to know it again, and nothing to use it by."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _same(given: str, key: str) -> bool:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stenograph.config import SelectConfig
 from stenograph.errors import TraceError
-from stenograph.traces.selection import Branch, selected
+from stenograph.traces.selection import Branch, Selection
 from stenograph.traces.trace import TraceTree
 from stenograph.types import Mask, Sample, Sampling, Turn, TurnSpan
 
@@ -34,13 +33,13 @@ def mask_reason(sampling: Sampling) -> str | None:
 
 
 def flatten(
-    session: str, tree: TraceTree, select: SelectConfig, reward: float | None, metadata: Mapping[str, Any]
+    session: str, tree: TraceTree, selection: Selection, reward: float | None, metadata: Mapping[str, Any]
 ) -> list[Sample]:
-    """One sample per branch that `select` chooses, oldest first.
+    """One sample per branch of `selection`, oldest first.
 
     Raises TraceError, naming the turns, where some turns of a branch have routed experts and others have none.
     """
-    return [_sample(session, tree, branch, reward, metadata) for branch in selected(tree, select).branches]
+    return [_sample(session, tree, branch, reward, metadata) for branch in selection.branches]
 
 
 def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None, metadata: Mapping[str, Any]) -> Sample:

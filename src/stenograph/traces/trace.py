@@ -79,14 +79,20 @@ class TraceTree:
     def add_siblings(self, turns: Sequence[Turn], parent: str | None) -> list[int | None]:
         """Add turns that answer one and the same request, all or none of them."""
         before = None if parent is None else self._outputs[parent]
-        first = [] if before is not None else [tools_digest(turns[0].tools)]
-        keys = [[*first, *message_digests((*turn.messages, turn.reply.message()))] for turn in turns]
-        for turn in turns:
-            if turn.id in self._outputs:
-                raise TraceError(f"turn {turn.id} is recorded already")
+        keys = self.check(turns, parent)
         # From here on nothing fails.
         told = [self._tell(turn, key, before) for turn, key in reversed(list(zip(turns, keys, strict=True)))]
         return [self._hang(turn, before, at) for turn, at in zip(turns, reversed(told), strict=True)]
+
+    def check(self, turns: Sequence[Turn], parent: str | None) -> list[list[bytes]]:
+        """What each turn is found by, after `parent`. Raises TraceError where one of them cannot be added."""
+        if parent is not None and parent not in self._outputs:
+            raise TraceError(f"turn {parent} is not recorded, and nothing can go on from it")
+        for turn in turns:
+            if turn.id in self._outputs:
+                raise TraceError(f"turn {turn.id} is recorded already")
+        first = [] if parent is not None else [tools_digest(turns[0].tools)]
+        return [[*first, *message_digests((*turn.messages, turn.reply.message()))] for turn in turns]
 
     def _tell(self, turn: Turn, key: list[bytes], before: Output | None) -> ToldNode:
         """Siblings that say the same share a place; the first choice is told last, and so is found first."""

@@ -10,6 +10,7 @@ import pytest
 from stenograph.traces.drift import Drift
 from stenograph.traces.equivalences import NAMES
 from stenograph.traces.memory import MemoryTraceStore
+from stenograph.traces.session import Opening
 from stenograph.types import BranchRole, Conversation, Message, Reply, Tool, ToolCall, Turn
 from support.turns import make_turn, user
 
@@ -19,7 +20,7 @@ class Recording:
 
     def __init__(self, *off: str) -> None:
         self.store = MemoryTraceStore([name for name in NAMES if name not in off])
-        self.store.open("s", {})
+        self.store.open(Opening("s"))
         self._next = 0
 
     def ask(

@@ -10,7 +10,7 @@ import pytest
 
 from stenograph.errors import TraceError
 from stenograph.traces.export import sample_row
-from stenograph.traces.store import Disposition
+from stenograph.traces.session import Disposition
 from support.recorder import Recorder
 
 

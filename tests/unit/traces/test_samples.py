@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stenograph.config import SelectConfig
 from stenograph.traces.samples import mask_reason
-from stenograph.traces.store import Disposition
+from stenograph.traces.session import Disposition
 from stenograph.types import BranchRole, Sample, Sampling, Turn
 from support.recorder import TRAINED, Recorder
 from support.turns import make_turn

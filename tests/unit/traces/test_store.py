@@ -10,7 +10,8 @@ import pytest
 
 from stenograph.errors import TraceError
 from stenograph.traces.memory import MemoryTraceStore
-from stenograph.traces.store import Disposition, TraceStore
+from stenograph.traces.session import Disposition, Opening
+from stenograph.traces.store import TraceStore
 from stenograph.types import Sampling
 from support.turns import make_turn, user
 
@@ -18,7 +19,7 @@ from support.turns import make_turn, user
 @pytest.fixture
 def store() -> TraceStore:
     store = MemoryTraceStore()
-    store.open("s", {"rollout_id": "r", "group_id": "g", "task_id": "t"})
+    store.open(Opening("s", {"rollout_id": "r", "group_id": "g", "task_id": "t"}))
     return store
 
 
@@ -119,7 +120,7 @@ def test_a_sealed_session_takes_nothing_and_a_failed_commit_leaves_nothing(store
 
 
 def test_release_takes_any_ids_and_says_which_it_had(store: TraceStore) -> None:
-    store.open("s2", {})
+    store.open(Opening("s2"))
     assert store.release(["s", "unknown", "s", "s2"]) == ["s", "s2"]
     assert store.release(["s"]) == []
     with pytest.raises(TraceError, match="unknown session"):
