@@ -74,6 +74,23 @@ class TraceError(RolloutError):
     """A turn could not be recorded or read back."""
 
 
+class UnknownSession(TraceError):
+    """No session has this id, or it was released."""
+
+    def __init__(self, session: str) -> None:
+        super().__init__(f"unknown session {session}")
+
+
+class OwnedElsewhere(TraceError):
+    """Another process holds the session: the store that is `owner`, reached at `address` where it has one."""
+
+    def __init__(self, session: str, owner: str, address: str) -> None:
+        super().__init__(f"session {session} is held by another process; send the request again")
+        self.session = session
+        self.owner = owner
+        self.address = address
+
+
 class AgentError(RolloutError):
     """The agent program could not be run to its end."""
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Iterable
 
 from stenograph.config import SelectConfig
-from stenograph.errors import TraceError
+from stenograph.errors import TraceError, UnknownSession
 from stenograph.traces.drift import Drift
 from stenograph.traces.equivalences import NAMES
 from stenograph.traces.matching import Match
@@ -79,7 +79,8 @@ class MemoryTraceStore:
 
     def settle(self, session: str, disposition: Disposition, select: SelectConfig = DEFAULT) -> None:
         with self._lock:
-            self._held(session).settle(disposition, select)
+            held = self._held(session)
+            held.settle(*held.ending(disposition, select))
 
     def release(self, sessions: Iterable[str]) -> list[str]:
         with self._lock:
@@ -92,8 +93,11 @@ class MemoryTraceStore:
                     released.append(session)
             return released
 
+    def close(self) -> None:
+        """Nothing is held outside this process."""
+
     def _held(self, session: str) -> SessionRecord:
         held = self._sessions.get(session)
         if held is None:
-            raise TraceError(f"unknown session {session}")
+            raise UnknownSession(session)
         return held

@@ -55,8 +55,9 @@ class Ledger:
 
     Each is counted once, however many samples hold it. `masked` has the reasons of `samples.mask_reason`; they hold
     from the commit on. `dropped` has those of `selection.selected` (`unadopted`, `role`, `overlong`), those of
-    generations that became no turn (`aborted`, `engine_failed`, `commit_failed`), and what `settle` is told
-    (`step_skipped`, `rollout_failed`). `in_flight` is what nobody has settled.
+    generations that became no turn (`aborted`, `engine_failed`, `commit_failed`), what `settle` is told
+    (`step_skipped`, `rollout_failed`), `released` for what nobody settled before its session's end, and `quarantined`
+    for turns that a journal could not give back. `in_flight` is what nobody has settled.
     """
 
     sampled: int = 0
@@ -79,6 +80,9 @@ class Disposition:
     reason: str | None = None
 
 
+Ended = dict[str, list[tuple[Disposition, int]]]  # by turn: so many tokens ended so
+
+
 @dataclass(slots=True, eq=False)
 class SessionRecord:
     """Turns, and what is known of the session they are in. Not thread-safe: its store has a lock.
@@ -94,9 +98,11 @@ class SessionRecord:
     status: str | None = None
     drift: list[Drift] = field(default_factory=list)
     selection: Selection | None = None  # what its samples were when it was settled
-    settled: dict[str, list[tuple[Disposition, int]]] = field(default_factory=dict)  # by turn: tokens that ended so
+    settled: Ended = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)  # tokens in no turn, by reason
     num_sampled: int = 0  # counted as they come, so that what is lost on the way shows
+    num_bytes: int = 0  # about what it takes in memory
+    released: bool = False  # read back after its end
     _matcher: Matcher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +124,7 @@ class SessionRecord:
         self._check_open()
         forks = self.tree.add_siblings(turns, parent)
         self.num_sampled += sum(len(turn.output_ids) for turn in turns)
+        self.num_bytes += sum(map(_num_bytes, turns))
         forked = [(turn, at) for turn, at in zip(turns, forks, strict=True) if at is not None]
         self.drift += [explain(self.tree, turn, at, self.allowed) for turn, at in forked]
 
@@ -134,11 +141,18 @@ class SessionRecord:
         self.reward = self.reward if reward is None else reward
         self.status = self.status if status is None else status
 
-    def settle(self, disposition: Disposition, select: SelectConfig) -> dict[str, list[tuple[Disposition, int]]]:
-        """How the tokens end that had not yet, by turn; those in no sample for the reason that `select` gives."""
+    def settle(self, ended: Ended, selection: Selection) -> None:
+        """Take note of what `ending` says; the first selection is the one that samples are made from."""
+        self.settled |= ended
+        self.selection = self.selection or selection
+
+    def ending(self, disposition: Disposition, select: SelectConfig) -> tuple[Ended, Selection]:
+        """How the tokens end that had not yet, and what `select` chooses.
+
+        Those in no sample are dropped for the reason that `select` gives, the others end as `disposition` says.
+        """
         chosen = selected(self.tree, select)
-        self.selection = self.selection or chosen
-        ended: dict[str, list[tuple[Disposition, int]]] = {}
+        ended: Ended = {}
         for name, turn in self.tree.turns.items():
             if name in self.settled:
                 continue
@@ -147,8 +161,7 @@ class SessionRecord:
                 ended[name].append((Disposition("dropped", dropped.reason), dropped.num_tokens))
                 num_tokens -= dropped.num_tokens
             ended[name].append((disposition, num_tokens))
-        self.settled |= ended
-        return ended
+        return ended, chosen
 
     def _check_open(self) -> None:
         if self.state == "sealed":
@@ -192,10 +205,23 @@ class SessionRecord:
                 masked[reason] += num_tokens
                 continue
             if turn.id not in self.settled:
-                in_flight += num_tokens
+                if self.released:
+                    dropped["released"] += num_tokens
+                else:
+                    in_flight += num_tokens
             for disposition, num_ended in self.settled.get(turn.id, ()):
                 if disposition.kind == "trained":
                     trained += num_ended
                 else:
                     dropped[disposition.reason or "unknown"] += num_ended
         return Ledger(self.num_sampled, trained, dict(+masked), dict(+dropped), in_flight)  # + leaves zeros out
+
+
+_TURN_BYTES = 2048  # of a turn without its ids and texts
+
+
+def _num_bytes(turn: Turn) -> int:
+    said = (*turn.messages, turn.reply)
+    num_chars = sum(len(one.content) + len(one.reasoning) for one in said)
+    num_chars += sum(len(call.arguments) for one in said for call in one.tool_calls)
+    return turn.context_ids.nbytes + turn.output_ids.nbytes + turn.rollout_logprobs.nbytes + num_chars + _TURN_BYTES

@@ -66,3 +66,7 @@ class TraceStore(Protocol):
     def release(self, sessions: Iterable[str]) -> list[str]:
         """Forget sessions; unknown and repeated ids are ignored. Returns those released."""
         ...
+
+    def close(self) -> None:
+        """Give back what the store itself holds; sessions that are recorded for good stay so."""
+        ...

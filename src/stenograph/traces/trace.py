@@ -20,6 +20,7 @@ TurnState = Literal["committed", "delivered", "undelivered"]
 ToldNode = PrefixNode[bytes, tuple[str, ...]]
 AnyNode = TypeVar("AnyNode", bound="Node")
 EMPTY: Ids = np.empty(0, np.int32)
+_WORTH_SHARING = 64  # tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +94,16 @@ class TraceTree:
                 raise TraceError(f"turn {turn.id} is recorded already")
         first = [] if parent is not None else [tools_digest(turns[0].tools)]
         return [[*first, *message_digests((*turn.messages, turn.reply.message()))] for turn in turns]
+
+    def shared(self, turn: Turn, parent: str | None) -> tuple[str, int] | None:
+        """A turn that was told how a new one's context begins, in the same place, and how many ids; None for few."""
+        at = self._outputs[parent] if parent is not None and turn.extends else self._root
+        node, num_shared, _ = self._find(at, turn.context_ids)
+        if num_shared < _WORTH_SHARING:
+            return None
+        while not isinstance(node, Output):
+            node = node.children[0]
+        return node.turn.id, num_shared
 
     def _tell(self, turn: Turn, key: list[bytes], before: Output | None) -> ToldNode:
         """Siblings that say the same share a place; the first choice is told last, and so is found first."""
@@ -221,17 +232,22 @@ class TraceTree:
 
     def _descend(self, node: Node, ids: Ids) -> tuple[Node, int]:
         """Follow `ids` down from `node` as far as they are recorded, splitting the context node where they leave it."""
-        position = 0
+        node, position, num_entered = self._find(node, ids)
+        return (self._split(node, num_entered) if num_entered < len(node.ids) else node), position
+
+    @staticmethod
+    def _find(node: Node, ids: Ids) -> tuple[Node, int, int]:
+        """The last node that `ids` enter on their way down from `node`, how many do in all, and how many that one."""
+        position, num_entered = 0, len(node.ids)
         while position < len(ids):
             ways = [(common, child) for child in node.children if (common := _num_shared(child, ids[position:]))]
             if not ways:
                 break
-            common, child = max(ways, key=itemgetter(0))
-            position += common
-            if common < len(child.ids):
-                return self._split(child, common), position
-            node = child
-        return node, position
+            num_entered, node = max(ways, key=itemgetter(0))
+            position += num_entered
+            if num_entered < len(node.ids):
+                break
+        return node, position, num_entered
 
     @staticmethod
     def _split(node: Node, at: int) -> Node:

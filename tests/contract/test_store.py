@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,16 +14,18 @@ import pytest
 from stenograph.errors import TraceError
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.session import Disposition, Opening
+from stenograph.traces.sqlite import SqliteTraceStore
 from stenograph.traces.store import TraceStore
 from stenograph.types import Sampling
 from support.turns import make_turn, user
 
 
-@pytest.fixture
-def store() -> TraceStore:
-    store = MemoryTraceStore()
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TraceStore]:
+    store = MemoryTraceStore() if request.param == "memory" else SqliteTraceStore(tmp_path / "traces.db")
     store.open(Opening("s", {"rollout_id": "r", "group_id": "g", "task_id": "t"}))
-    return store
+    with closing(store):
+        yield store
 
 
 def test_a_sample_is_a_branch(store: TraceStore) -> None:

@@ -1,0 +1,310 @@
+"""The record on disk, one SQLite database a run: what is written is only ever added to, until it is pruned."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import orjson
+
+from stenograph.errors import ConfigError, OwnedElsewhere, TraceError, UnknownSession
+from stenograph.traces import schema
+from stenograph.traces.recovery import Event, Row, SetAside, restore
+from stenograph.traces.session import Opening, SessionRecord
+from stenograph.traces.written import Shared, WrittenTurn, write
+from stenograph.types import Turn
+
+log = logging.getLogger(__name__)
+
+Keep = Literal["all", "none"] | int  # released sessions: all of them, none, or so many of those released last
+
+_BUSY_S = 10.0  # how long another process may write meanwhile
+
+
+class Journal:
+    """A connection to the database. Not thread-safe. Raises TraceError for whatever the disk or SQLite refuses.
+
+    A commit that returns survives the end of this process at any instant; `synchronous = NORMAL` means that a power cut
+    may take the last commits back, never a part of one.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+
+    @classmethod
+    def writing(cls, path: Path) -> Journal:
+        """Open or create the database at `path`. Raises ConfigError where that cannot be."""
+        with _opening(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            connection = _connect(f"{path.absolute().as_uri()}?mode=rwc")
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                connection.execute("PRAGMA wal_autocheckpoint = 0")  # a thread of the store's does it
+                schema.prepare(connection, path)
+            except BaseException:
+                connection.close()
+                raise
+            return cls(path, connection)
+
+    @classmethod
+    def reading(cls, path: Path) -> Journal:
+        """Open a database that is there, to read. Raises ConfigError where it is not, or is no journal."""
+        if not path.is_file():
+            told = f"{path.parent} holds no {path.name}" if path.parent.is_dir() else f"{path.parent} is not a folder"
+            raise ConfigError(f'{told}; give the folder of a run that was recorded (store.kind = "sqlite")')
+        with _opening(path):
+            connection = _connect(f"{path.absolute().as_uri()}?mode=ro")
+            try:
+                is_current = schema.is_current(connection, path)
+            except BaseException:
+                connection.close()
+                raise
+            if is_current:
+                return cls(path, connection)
+            connection.close()
+        return cls.writing(path)  # which brings it to this version
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def open(self, opening: Opening, allowed: Iterable[str], owner: str | None) -> None:
+        held = {"metadata": opening.metadata, "traced": opening.traced, "allowed": sorted(allowed)}
+        held["ttl_s"] = opening.ttl_s if math.isfinite(opening.ttl_s) else None
+        values = (opening.id, opening.key_digest, _dumps(held), time.time(), owner)
+        with self._transaction():
+            taken = self._one("SELECT 1 FROM sessions WHERE id = ?", opening.id)
+            if taken is not None:
+                raise TraceError(f"session {opening.id} is open already")
+            self._run("INSERT INTO sessions (id, key_digest, opening, opened_s, owner) VALUES (?, ?, ?, ?, ?)", *values)
+
+    def commit(self, record: SessionRecord, parent: str | None, turns: Sequence[Turn], owner: str | None) -> None:
+        """Write siblings that `record` is about to have, all or none of them."""
+        before = record.tree.turn(parent) if parent is not None else None
+        shared = [record.tree.shared(turn, parent) for turn in turns]
+        for n, turn in enumerate(turns[1:], 1):  # the tree has none of them yet, and what they share is not in it
+            if len(turn.context_ids) and turn.context_ids is turns[0].context_ids:
+                shared[n] = (turns[0].id, len(turn.context_ids))
+        rows = [
+            write(turn, before, turns[0].id, Shared(*one) if one is not None else None)
+            for turn, one in zip(turns, shared, strict=True)
+        ]
+        with self._transaction():
+            session = self._owned(record.id, owner)
+            for row in rows:
+                beside = (row.shared.turn, row.shared.num_tokens) if row.shared else (None, None)
+                arrays = (row.context_ids, row.output_ids, row.rollout_logprobs)
+                values = (session, row.id, row.parent, row.call, *beside, *arrays, row.record.decode(), row.checksum)
+                self._run(_INSERT_TURN, *values)
+
+    def note(self, session: str, kind: str, record: Mapping[str, Any], owner: str | None) -> None:
+        """Write down what became of a session."""
+        written = _dumps(record)
+        with self._transaction():
+            number = self._owned(session, owner)
+            self._run("INSERT INTO events (session, kind, record) VALUES (?, ?, ?)", number, kind, written)
+
+    def release(self, sessions: Sequence[str], keep: Keep) -> None:
+        """Say that nobody needs the sessions any more, and delete what is not to be kept."""
+        now = time.time()
+        with self._transaction():
+            for session in sessions:
+                self._run("UPDATE sessions SET released_s = ?, owner = NULL WHERE id = ?", now, session)
+                if not self._opening(session)[0].traced:  # there is nothing to keep of it
+                    self._run("DELETE FROM sessions WHERE id = ?", session)
+            if keep != "all":
+                num_kept = 0 if keep == "none" else keep
+                gone = "SELECT number FROM sessions WHERE released_s IS NOT NULL"
+                gone += " ORDER BY released_s DESC, number DESC LIMIT -1 OFFSET ?"
+                for (number,) in self._run(gone, num_kept).fetchall():
+                    self._run("DELETE FROM events WHERE session = ?", number)
+                    self._run("DELETE FROM turns WHERE session = ?", number)
+                    self._run("DELETE FROM sessions WHERE number = ?", number)
+
+    def checkpoint(self) -> None:
+        """Write the log back into the database, as far as nobody reads it."""
+        with _refused(self.path):
+            self._run("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def num_wal_bytes(self) -> int:
+        try:
+            return self.path.with_name(self.path.name + "-wal").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    # --- owners ------------------------------------------------------------------------------------------------------
+
+    def renew(self, owner: str, address: str, expires_s: float) -> None:
+        """Say that `owner` is at work, to be reached at `address`, until `expires_s` (Unix time)."""
+        with self._transaction():
+            self._run("INSERT OR REPLACE INTO owners VALUES (?, ?, ?)", owner, address, expires_s)
+
+    def retire(self, owner: str) -> None:
+        """`owner` is gone, and what it had is anyone's."""
+        with self._transaction():
+            self._run("DELETE FROM owners WHERE id = ?", owner)
+
+    def take(self, session: str, owner: str) -> None:
+        """Make `session` this owner's.
+
+        Raises UnknownSession where it is not there or was released, OwnedElsewhere where one that is at work has it.
+        """
+        with self._transaction():
+            found = self._one(_OWNER, session)
+            if found is None or found[0] is not None:
+                raise UnknownSession(session)
+            _, holder, address, expires_s = found
+            if holder == owner:
+                return
+            if address is not None and expires_s > time.time():
+                raise OwnedElsewhere(session, holder, address)
+            self._run("UPDATE sessions SET owner = ? WHERE id = ?", owner, session)
+
+    def _owned(self, session: str, owner: str | None) -> int:
+        """The number of a session. Raises as `take` does."""
+        found = self._one("SELECT number, owner, released_s FROM sessions WHERE id = ?", session)
+        if found is None or found[2] is not None:
+            raise UnknownSession(session)
+        if found[1] != owner:
+            raise OwnedElsewhere(session, found[1], "")
+        return found[0]
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def sessions(self) -> list[str]:
+        """All of them, oldest first, released ones too."""
+        with _refused(self.path):
+            return [id for (id,) in self._run("SELECT id FROM sessions ORDER BY number")]
+
+    def find(self, key_digest: bytes) -> str | None:
+        """The session that is not released and whose key has this digest."""
+        with _refused(self.path):
+            found = self._one("SELECT id FROM sessions WHERE key_digest = ? AND released_s IS NULL", key_digest)
+            return None if found is None else found[0]
+
+    def load(self, session: str) -> SessionRecord:
+        """Read a session. Turns that cannot be, and those that go on from them, are set aside and logged."""
+        with _refused(self.path):
+            opening, allowed, number, released = self._opening(session)
+            record = SessionRecord(opening, allowed, released=released)
+            aside = restore(record, self._rows(number), self._events(number))
+        self._quarantine(session, aside)
+        return record
+
+    def _rows(self, session: int) -> Iterator[Row]:
+        numbers = self._run("SELECT number FROM turns WHERE session = ? ORDER BY number", session).fetchall()
+        for (number,) in numbers:
+            try:
+                yield _row(self._one(_SELECT_TURN, number))
+            except (sqlite3.Error, UnicodeError, TypeError) as e:
+                yield Row(number, None, damage=f"it cannot be read ({e})")
+
+    def _events(self, session: int) -> Iterator[Event]:
+        for kind, record in self._run("SELECT kind, record FROM events WHERE session = ? ORDER BY number", session):
+            yield Event(kind, orjson.loads(record))
+
+    def _quarantine(self, session: str, aside: Sequence[SetAside]) -> None:
+        """Say what was set aside, once: here and in the database."""
+        with _refused(self.path):
+            known = {number for (number,) in self._run("SELECT turn FROM quarantined")} if aside else set()
+        new = [one for one in aside if one.number not in known]
+        for one in new:
+            name = one.turn or f"number {one.number}"
+            log.warning("%s: turn %s of session %s is set aside: %s", self.path, name, session, one.reason)
+        with suppress(TraceError), self._transaction():  # of a database that is only read, it is said again next time
+            for one in new:
+                self._run("INSERT INTO quarantined VALUES (?, ?, ?)", one.number, one.reason, time.time())
+
+    def _opening(self, session: str) -> tuple[Opening, list[str], int, bool]:
+        found = self._one("SELECT number, key_digest, opening, released_s FROM sessions WHERE id = ?", session)
+        if found is None:
+            raise UnknownSession(session)
+        number, key_digest, written, released_s = found
+        held = orjson.loads(written)
+        ttl_s = held["ttl_s"] if held["ttl_s"] is not None else math.inf
+        opening = Opening(session, held["metadata"], held["traced"], key_digest, ttl_s)
+        return opening, held["allowed"], number, released_s is not None
+
+    # --- SQLite ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _refused(self.path):
+            self._run("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._run("COMMIT")
+            except BaseException:
+                with suppress(sqlite3.Error):  # where SQLite has rolled back by itself, there is nothing left to
+                    self._run("ROLLBACK")
+                raise
+
+    def _run(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        return self._connection.execute(statement, values)
+
+    def _one(self, statement: str, *values: Any) -> Any:
+        return self._connection.execute(statement, values).fetchone()
+
+
+_INSERT_TURN = """INSERT INTO turns (
+    session, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
+) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+_SELECT_TURN = """SELECT
+    number, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
+FROM turns WHERE number = ?"""
+_OWNER = """SELECT released_s, owner, address, expires_s
+FROM sessions LEFT JOIN owners ON owners.id = sessions.owner WHERE sessions.id = ?"""
+
+
+def _row(found: Sequence[Any]) -> Row:
+    number, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, logprobs, record, checksum = found
+    shared = Shared(shared_turn, shared_tokens) if shared_turn is not None else None
+    written = WrittenTurn(id, parent, call, shared, context_ids, output_ids, logprobs, record.encode())
+    return Row(number, written, checksum)
+
+
+def _connect(address: str) -> sqlite3.Connection:
+    """Transactions are ours to begin and end; the store's lock keeps threads apart."""
+    return sqlite3.connect(address, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, OSError) as e:
+        told = "restore it from a copy, or choose another file (--store sqlite:PATH)"
+        raise ConfigError(f"{path} cannot be opened as a journal: {e}; {told}") from e
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as e:
+        raise TraceError(f"{path}: {e}; is the disk full or the file damaged?") from e
+
+
+def _dumps(value: object) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as e:  # orjson's own errors too
+        raise TraceError(f"what is to be recorded is no JSON: {e}") from e

@@ -1,0 +1,239 @@
+"""The record in a journal, and in memory what is at work: a change is written first, then made."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stenograph.config import SelectConfig
+from stenograph.errors import OwnedElsewhere, TraceError, UnknownSession
+from stenograph.traces.drift import Drift
+from stenograph.traces.equivalences import NAMES
+from stenograph.traces.journal import Journal, Keep
+from stenograph.traces.matching import Match
+from stenograph.traces.recovery import settled
+from stenograph.traces.selection import DEFAULT
+from stenograph.traces.session import Disposition, Ledger, Opening, SessionInfo, SessionRecord
+from stenograph.traces.trace import TraceTree, TurnState
+from stenograph.types import Conversation, Sample, Turn
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 10.0  # how long a store that says nothing is taken to be at work
+_PERIOD_S = 1.0  # of the housekeeping
+_MOST_WAL_BYTES = 4 * 2**20  # before it is written back
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    record: SessionRecord
+    used_s: float = field(default_factory=time.monotonic)
+
+
+class SqliteTraceStore:
+    """A TraceStore whose turns survive its process. Close it, so that others need not wait for its lease to run out.
+
+    Sessions that nobody asked for in `idle_s`, and the longest unused ones where all take more than `memory_bytes`, are
+    let go from memory and read again when they are asked for. `address` is where other processes reach this one's
+    sessions: one that another store has raises OwnedElsewhere.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        allowed: Collection[str] = NAMES,
+        *,
+        keep: Keep = "all",
+        idle_s: float = 600.0,
+        memory_bytes: float = float("inf"),
+        address: str = "",
+    ) -> None:
+        self.path = path
+        self.owner = secrets.token_hex(8)
+        self._allowed = allowed
+        self._keep: Keep = keep
+        self._idle_s = idle_s
+        self._memory_bytes = memory_bytes
+        self._address = address
+        self._lock = threading.RLock()
+        self._sessions: dict[str, _Held] = {}  # the longest unused first
+        self._num_bytes = 0
+        self._journal = Journal.writing(path)
+        self._renew(self._journal)
+        self._closing = threading.Event()
+        self._housekeeping = threading.Thread(target=self._keep_house, name="stenograph-journal", daemon=True)
+        self._housekeeping.start()
+
+    def close(self) -> None:
+        """Give the sessions back and close the database; safe to call twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._housekeeping.join()
+        with self._lock:
+            self._sessions.clear()
+            try:
+                self._journal.retire(self.owner)
+                self._journal.checkpoint()
+            except TraceError as e:
+                log.warning("%s", e)
+            finally:
+                self._journal.close()
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def open(self, opening: Opening) -> None:
+        with self._lock:
+            self._journal.open(opening, self._allowed, self.owner)
+            self._hold(SessionRecord(opening, self._allowed))
+
+    def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
+        with self._lock:
+            record = self._held(session)
+            record.check(parent, turns)
+            self._written(session, lambda: self._journal.commit(record, parent, turns, self.owner))
+            before = record.num_bytes
+            record.commit(parent, turns)
+            self._num_bytes += record.num_bytes - before
+            self._evict()
+
+    def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:
+        with self._lock:
+            record, marked = self._held(session), list(turns)
+            self._note(session, "mark", {"turns": marked, "state": state})
+            record.mark(marked, state)
+
+    def drop(self, session: str, reason: str, num_tokens: int) -> None:
+        with self._lock:
+            record = self._held(session)
+            self._note(session, "drop", {"reason": reason, "num_tokens": num_tokens})
+            record.drop(reason, num_tokens)
+
+    def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
+        with self._lock:
+            record = self._held(session)
+            self._note(session, "seal", {"reward": reward, "status": status})
+            record.seal(reward, status)
+
+    def settle(self, session: str, disposition: Disposition, select: SelectConfig = DEFAULT) -> None:
+        with self._lock:
+            record = self._held(session)
+            ended, selection = record.ending(disposition, select)
+            self._note(session, "settle", settled(ended, selection))
+            record.settle(ended, selection)
+
+    def release(self, sessions: Iterable[str]) -> list[str]:
+        with self._lock:
+            known = [session for session in dict.fromkeys(sessions) if self._is_ours(session)]
+            if known:
+                self._journal.release(known, self._keep)
+            for session in known:
+                if (held := self._sessions.get(session)) is not None:
+                    held.record.tree.release()
+                self._let_go(session)
+            return known
+
+    def _note(self, session: str, kind: str, record: dict[str, Any]) -> None:
+        self._written(session, lambda: self._journal.note(session, kind, record, self.owner))
+
+    def _written(self, session: str, write: Callable[[], None]) -> None:
+        """Write, and know no more of a session that another store has by now."""
+        try:
+            write()
+        except OwnedElsewhere:
+            self._let_go(session)
+            raise
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def find(self, key_digest: bytes) -> str | None:
+        with self._lock:
+            return self._journal.find(key_digest)
+
+    def get(self, session: str) -> SessionInfo:
+        with self._lock:
+            return self._held(session).info()
+
+    def tree(self, session: str) -> TraceTree:
+        with self._lock:
+            return self._held(session).tree
+
+    def match(self, session: str, conversation: Conversation) -> Match | None:
+        with self._lock:
+            return self._held(session).match(conversation)
+
+    def samples(self, session: str, select: SelectConfig = DEFAULT) -> list[Sample]:
+        with self._lock:
+            return self._held(session).samples(select)
+
+    def ledger(self, session: str) -> Ledger:
+        with self._lock:
+            return self._held(session).ledger()
+
+    def drift(self, session: str) -> list[Drift]:
+        with self._lock:
+            return list(self._held(session).drift)
+
+    # --- in memory ---------------------------------------------------------------------------------------------------
+
+    def _held(self, session: str) -> SessionRecord:
+        """The session in memory, from the journal where it is not; it is then the last one used."""
+        held = self._sessions.pop(session, None)
+        if held is None:
+            self._journal.take(session, self.owner)
+            return self._hold(self._journal.load(session))
+        held.used_s = time.monotonic()
+        self._sessions[session] = held
+        return held.record
+
+    def _hold(self, record: SessionRecord) -> SessionRecord:
+        self._sessions[record.id] = _Held(record)
+        self._num_bytes += record.num_bytes
+        self._evict()
+        return record
+
+    def _let_go(self, session: str) -> None:
+        """Out of memory. The tree is not emptied: who has just asked for it may be reading."""
+        if (held := self._sessions.pop(session, None)) is not None:
+            self._num_bytes -= held.record.num_bytes
+
+    def _evict(self) -> None:
+        """Make room; the session that was used last stays."""
+        while self._num_bytes > self._memory_bytes and len(self._sessions) > 1:
+            self._let_go(next(iter(self._sessions)))
+
+    def _is_ours(self, session: str) -> bool:
+        try:
+            self._journal.take(session, self.owner)
+        except UnknownSession:
+            return False
+        return True
+
+    # --- housekeeping ------------------------------------------------------------------------------------------------
+
+    def _keep_house(self) -> None:
+        """Renew the lease, let go of what is idle, and write the log back, so that no commit has to wait for it."""
+        with Journal.writing(self.path) as journal:
+            renewed_s = time.monotonic()
+            while not self._closing.wait(_PERIOD_S):
+                try:
+                    if time.monotonic() - renewed_s > LEASE_S / 4:
+                        self._renew(journal)
+                        renewed_s = time.monotonic()
+                    if journal.num_wal_bytes() > _MOST_WAL_BYTES:
+                        journal.checkpoint()
+                except TraceError as e:
+                    log.warning("%s", e)
+                with self._lock:
+                    oldest_s = time.monotonic() - self._idle_s
+                    for session in [name for name, held in self._sessions.items() if held.used_s < oldest_s]:
+                        self._let_go(session)
+
+    def _renew(self, journal: Journal) -> None:
+        journal.renew(self.owner, self._address, time.time() + LEASE_S)
