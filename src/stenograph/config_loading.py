@@ -44,7 +44,10 @@ def load_config(file: Path | None = None, overrides: list[str] | None = None) ->
 
 
 # What names files: in a config file, relative to that file.
-_FILES = (("model", "chat_template"), ("model", "response_schema"), ("engine", "script"), ("tasks", "path"))
+_FILES = (
+    ("model", "chat_template"), ("model", "response_schema"), ("engine", "script"),
+    ("store", "path"), ("tasks", "path"),
+)  # fmt: skip
 _CALLABLES = (("tasks", "callable"), ("agent", "callable"), ("judge", "callable"))
 _COMMANDS = (("agent", "command"), ("judge", "command"))
 

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import orjson
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
+from stenograph.config import SelectConfig
 from stenograph.errors import ConfigError, boundary
-from stenograph.rundir import read_rows
+from stenograph.rundir import open_journal, read_config, read_rows
+from stenograph.traces.export import session_row
+from stenograph.traces.samples import flatten
+from stenograph.traces.selection import selected
+from stenograph.traces.session import SessionRecord
+from stenograph.traces.trace import EMPTY
+from stenograph.types import BranchRole, Mask
 
 Decode = Callable[[list[int]], str]
 
 
 def overview(run: Path) -> tuple[dict[str, Any], RenderableType]:
     """The run's state and its steps."""
-    rollouts = read_rows(run, "rollouts.jsonl")
+    rollouts = _rollouts(run)
     steps = read_rows(run, "metrics.jsonl") if (run / "metrics.jsonl").exists() else []  # none, where the first failed
     summary = _read_json(run / "summary.json")
     shown = ("session", "task_id", "reward", "status", "num_turns", "error")
@@ -33,12 +42,14 @@ def overview(run: Path) -> tuple[dict[str, Any], RenderableType]:
         table.add_row(*(_shown(row.get(name)) for name in names), _shown(row.get("seconds")))
     sessions = Table(Column("session", overflow="fold"), "task", "reward", "status", "turns", title="last rollouts")
     for row in last:
-        cells = (row["session"], row["task_id"], _shown(row["reward"]), row["status"], str(row["num_turns"]))
+        cells = (row["session"], _shown(row["task_id"]), _shown(row["reward"]), row["status"], str(row["num_turns"]))
         sessions.add_row(*cells)
     errors = Counter(row["error"] for row in last if row["error"])
     told = [Text(f"{count} of them: {error}") for error, count in errors.most_common(3)]
     state = summary.get("status", "running, or killed before its summary was written")
     state += f": {summary['error']}" if summary.get("error") else ""
+    if not (run / "rollouts.jsonl").exists():
+        return data, Group(Text(f"{run}: what a gateway recorded"), sessions)
     return data, Group(Text(f"{run}: {state}"), table, sessions, *told)
 
 
@@ -76,8 +87,8 @@ def turn(run: Path, name: str, number: int, decode: Decode) -> tuple[dict[str, A
     table = Table("position", "id", "token", "mask", "logprob", "version", title=f"turn {number} ({span['turn']})")
     tokens = []
     for i in range(begin, span["end"]):
-        id, mask = row["ids"][i], row["loss_mask"][i]
-        logprob, version = row["rollout_logprobs"][i], row["versions"][i]
+        id, mask = int(row["ids"][i]), int(row["loss_mask"][i])
+        logprob, version = float(row["rollout_logprobs"][i]), int(row["versions"][i])
         text = decode([id])
         tokens.append({"position": i, "id": id, "token": text, "mask": mask, "logprob": logprob, "version": version})
         sampled = version >= 0
@@ -88,7 +99,7 @@ def turn(run: Path, name: str, number: int, decode: Decode) -> tuple[dict[str, A
 
 def drift(run: Path) -> tuple[dict[str, Any], RenderableType]:
     """Forks per cause, with what was rendered again for them and the first of each; differences that were accepted."""
-    rows = read_rows(run, "rollouts.jsonl")
+    rows = _rollouts(run)
     records = [{"session": row["session"], **record} for row in rows for record in row["drift"]]
     accepted = Counter[str]()
     for row in rows:
@@ -127,7 +138,7 @@ def _around(record: dict[str, Any]) -> list[str]:
 def ledger(run: Path) -> tuple[dict[str, Any], RenderableType]:
     """Where every sampled token of the run ended."""
     total: dict[str, Any] = {"sampled": 0, "trained": 0, "masked": Counter(), "dropped": Counter(), "in_flight": 0}
-    for row in read_rows(run, "rollouts.jsonl"):
+    for row in _rollouts(run):
         for name, value in row["ledger"].items():
             if isinstance(value, dict):
                 total[name].update(value)
@@ -143,16 +154,56 @@ def ledger(run: Path) -> tuple[dict[str, Any], RenderableType]:
 
 
 def _session_rows(run: Path, name: str) -> list[dict[str, Any]]:
-    """The branches of a session, by its id or the beginning of it."""
-    rows = [row for row in read_rows(run, "sessions.jsonl") if row["session"].startswith(name)]
-    names = sorted({row["session"] for row in rows})
-    if len(names) > 1:
-        raise ConfigError(f"--session {name}: {len(names)} sessions begin so; give more of the id")
+    """The branches of a session, by its id or the beginning of it, selected or not; their masks say what is trained."""
+    with open_journal(run) as journal:
+        names = [session for session in journal.sessions() if session.startswith(name)]
+        if len(names) > 1:
+            raise ConfigError(f"--session {name}: {len(names)} sessions begin so; give more of the id")
+        if not names:
+            raise ConfigError(f"--session {name}: no such session in {run}; `steno inspect {run}` lists some")
+        record = journal.load(names[0])
+    trained: dict[str, Mask] = {}
+    for sample in record.samples(read_config(run).select):
+        for span in sample.turns:
+            mask = sample.loss_mask[span.start : span.end]
+            trained[span.turn] = trained.get(span.turn, mask) | mask
+    every = selected(record.tree, _EVERY)
+    rows = []
+    for sample in flatten(record.id, record.tree, every, record.reward, record.opening.metadata):
+        loss_mask = np.zeros_like(sample.loss_mask)
+        for span in sample.turns:
+            mask = trained.get(span.turn, EMPTY)
+            loss_mask[span.start : span.start + len(mask)] = mask
+        rows.append(session_row(replace(sample, loss_mask=loss_mask), record.tree))
     if not rows:
-        known = any(row["session"] == name for row in read_rows(run, "rollouts.jsonl"))
-        listed = f"no such session in {run}; `steno inspect {run}` lists some"
-        raise ConfigError(f"--session {name}: {'no branch of it was selected ([select])' if known else listed}")
+        raise ConfigError(f"--session {name}: no turn is recorded in it")
     return rows
+
+
+_EVERY = SelectConfig(tokens="every_branch", roles=get_args(BranchRole), unadopted="keep")
+
+
+def _rollouts(run: Path) -> list[dict[str, Any]]:
+    """A row a session: of a training run as the rollouts were written down, else as the journal has them."""
+    if (run / "rollouts.jsonl").exists():
+        return read_rows(run, "rollouts.jsonl")
+    with open_journal(run) as journal:
+        return [_rollout(journal.load(session)) for session in journal.sessions()]
+
+
+def _rollout(record: SessionRecord) -> dict[str, Any]:
+    accepted = Counter(name for turn in record.tree.turns.values() for name in turn.accepted)
+    return {
+        "session": record.id,
+        "task_id": record.opening.metadata.get("task_id"),
+        "reward": record.reward,
+        "status": record.status or record.state,
+        "num_turns": len(record.tree.turns),
+        "error": None,
+        "ledger": asdict(record.ledger()),
+        "drift": [asdict(drift) for drift in record.drift],
+        "accepted": dict(accepted),
+    }
 
 
 def _turn_line(row: dict[str, Any], span: dict[str, Any], number: int) -> Text:

@@ -18,7 +18,6 @@ from stenograph.errors import StenographError, TraceError
 from stenograph.rendering import load_tokenizer
 from stenograph.rollouts import Attempts, Batch, batches, evaluate
 from stenograph.rundir import RunDir
-from stenograph.traces.export import session_row
 from stenograph.traces.session import Disposition, Ledger
 from stenograph.traces.store import TraceStore
 from stenograph.training.report import StepReport
@@ -115,7 +114,6 @@ class Loop:
         return replace(batch, rollouts=tuple(rollouts)), samples
 
     async def _step(self, batch: Batch, recorded: list[Sample]) -> tuple[StepReport, list[Sample]]:
-        self.run.append("sessions.jsonl", self._session_rows(recorded))
         judged = {rollout.session for rollout in batch.rollouts if rollout.reward is not None}
         samples = [sample for sample in recorded if sample.session in judged]
         if not samples:
@@ -205,9 +203,6 @@ class Loop:
         """Let a batch's sessions go: the gateway owns them, their addresses as well as their records."""
         gateway = self.attempts.gateway
         await asyncio.gather(*(gateway.delete(rollout.session) for rollout in rollouts if rollout.session))
-
-    def _session_rows(self, samples: list[Sample]) -> Iterable[dict[str, Any]]:
-        return (session_row(sample, self.store.tree(sample.session)) for sample in samples)
 
     def _rollout_row(self, step: int, rollout: Rollout, ledgers: dict[str, Ledger]) -> dict[str, Any]:
         row = {"step": step + 1, "rollout_id": rollout.id, "group_id": rollout.group_id, "task_id": rollout.task.id}

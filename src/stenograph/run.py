@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
+import math
+import re
 import resource
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,8 +20,9 @@ from stenograph.engines.base import Engine
 from stenograph.errors import ConfigError
 from stenograph.gateway.server import Gateway, new_admin_key
 from stenograph.rendering import Rendering, load_rendering
-from stenograph.rundir import RunDir
+from stenograph.rundir import JOURNAL, RunDir, written
 from stenograph.traces.memory import MemoryTraceStore
+from stenograph.traces.sqlite import SqliteTraceStore
 from stenograph.traces.store import TraceStore
 
 if TYPE_CHECKING:
@@ -45,10 +49,11 @@ async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
     for name in (signal.SIGINT, signal.SIGTERM):  # only now: what loads a model or looks for one does not see them
         loop.add_signal_handler(name, stopped.set)
     try:
-        async with _listening(config, engine, rendering, _new_store(config)) as gateway:
-            _keep_for_good()
-            listening(gateway)
-            await stopped.wait()
+        with _recording(config, rendering, _serving_folder(config)) as store:
+            async with _listening(config, engine, rendering, store) as gateway:
+                _keep_for_good()
+                listening(gateway)
+                await stopped.wait()
     finally:
         await engine.aclose()
 
@@ -80,10 +85,11 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
 
     rendering = load_rendering(config.model)
     trainer = Trainer(load_model(config.model), config)
-    store = _new_store(config)
     async with AsyncExitStack() as stack:
         engine = await build_engine(config, rendering, trainer.model)
         stack.push_async_callback(engine.aclose)
+        run = RunDir.create(folder, config)
+        store = stack.enter_context(_recording(config, rendering, folder))
         gateway_loop = await stack.enter_async_context(LoopThread())
         gateway = await stack.enter_async_context(
             gateway_loop.entered(lambda: _listening(config, engine, rendering, store))
@@ -91,7 +97,6 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
         url = config.gateway.public_url or gateway.url
         client = await stack.enter_async_context(GatewayClient(url, gateway.admin_key, model=gateway.model_name))
         attempts = Attempts(client, agent, judge, config.rollouts.max_concurrent, changed)
-        run = RunDir.create(folder, config)
         board = stack.enter_context(boards(run))
         loop = Loop(
             config=config,
@@ -219,5 +224,29 @@ class LoopThread:
             await self.run(context.__aexit__(None, None, None))
 
 
-def _new_store(config: Config) -> TraceStore:
-    return MemoryTraceStore([name for name, is_on in config.matching.model_dump().items() if is_on])
+@contextmanager
+def _recording(config: Config, rendering: Rendering, folder: Path) -> Iterator[TraceStore]:
+    """The store that `config` names; its journal is in `folder` unless a path is given."""
+    settings = config.store
+    allowed = [name for name, is_on in config.matching.model_dump().items() if is_on]
+    if settings.kind == "memory":
+        store: TraceStore = MemoryTraceStore(allowed)
+    else:
+        store = SqliteTraceStore(
+            settings.path or folder / JOURNAL,
+            allowed,
+            keep=settings.keep,
+            idle_s=settings.idle_s,
+            memory_bytes=settings.max_memory_mb * 2**20 if settings.max_memory_mb else math.inf,
+        )
+    with closing(store):
+        if isinstance(store, SqliteTraceStore):
+            tokenizer = hashlib.sha256(rendering.encode_text(_PROBE).tobytes()).hexdigest()
+            store.begin(written(config), tokenizer)
+        yield store
+
+
+def _serving_folder(config: Config) -> Path:
+    """Where a gateway alone keeps what it records: by its model, for another one's ids would mean nothing in it."""
+    name = re.sub(r"[^\w.-]+", "-", config.model.path or config.engine.kind).strip("-.")
+    return Path("runs") / f"serve-{name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ import orjson
 import tomli_w
 
 from stenograph.config import Config
+from stenograph.config_loading import load_config
 from stenograph.errors import ConfigError, StenographError, boundary
+from stenograph.traces.journal import Journal
+
+JOURNAL = "traces.db"  # in a run's folder
 
 
 class RunDir:
@@ -33,10 +38,9 @@ class RunDir:
     def create(cls, path: Path, config: Config) -> RunDir:
         cls.check(path)
         run = cls(path)
-        settings = config.model_dump(mode="json", exclude_none=True)
         with boundary(StenographError, f"write {path}"):
             path.mkdir(parents=True, exist_ok=True)
-        run.write("config.toml", tomli_w.dumps(settings).encode())
+        run.write("config.toml", written(config).encode())
         return run
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -63,6 +67,28 @@ class RunDir:
         with boundary(StenographError, f"write {target}"):
             target.parent.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(target, **arrays)  # type: ignore[arg-type]
+
+
+def written(config: Config) -> str:
+    """A configuration as the TOML that gives it again."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def open_journal(run: Path) -> Journal:
+    """The journal of a run, by its folder or by the file itself, to read. Raises ConfigError where there is none."""
+    return Journal.reading(run if run.is_file() else run / JOURNAL)
+
+
+def read_config(run: Path) -> Config:
+    """The configuration that a run was recorded under. Raises ConfigError where there is none."""
+    if (run / "config.toml").is_file():
+        return load_config(run / "config.toml")
+    with open_journal(run) as journal:
+        config = journal.config()
+    if config is None:
+        raise ConfigError(f"{run} does not say what it was recorded under; it was not written by steno serve or train")
+    with boundary(ConfigError, f"read the configuration in {run}"):
+        return Config.model_validate(tomllib.loads(config))
 
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS

@@ -170,6 +170,8 @@ class Turn:
     experts: NDArray[np.integer] | None = None  # [passes, layers, experts per token], see above
     started_s: float = 0.0  # Unix time
     seconds: float = 0.0
+    client_session: str | None = None  # the id of the client's own session, where it sends one
+    num_instructions: int | None = None  # messages that hold for a stored response alone; None: it is not stored
 
 
 @dataclass(frozen=True, slots=True)

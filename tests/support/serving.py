@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import openai
@@ -50,6 +51,14 @@ class Server:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Server]:
+    """With a journal of its own, unless one is named."""
+    with TemporaryDirectory() as folder:
+        with started("--store", f"sqlite:{folder}/traces.db", *arguments) as server:
+            yield server
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[Server]:
     command = [str(Path(sys.executable).parent / "steno"), "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

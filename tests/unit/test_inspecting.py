@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
 
 from stenograph import cli, inspecting
+from stenograph.config import Config
 from stenograph.errors import ConfigError
+from stenograph.rundir import written
+from stenograph.traces.session import Opening
+from stenograph.traces.sqlite import SqliteTraceStore
+from stenograph.types import Sampling
+from support.turns import make_turn, user
 
 ROLLOUT = {"session": "s", "task_id": "a[/b]", "reward": 1.0, "status": "completed", "num_turns": 1}
-SPAN = {"turn": "turn_1", "start": 1, "end": 2, "ended_by": "eos"}
-ARRAYS: dict[str, Any] = {"ids": [1, 2], "loss_mask": [0, 1], "rollout_logprobs": [0.0, -1.0], "versions": [-1, 0]}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    for name, row in [
-        ("metrics.jsonl", {"step": 1}),
-        ("rollouts.jsonl", ROLLOUT),
-        ("sessions.jsonl", {**ROLLOUT, **ARRAYS, "turns": [SPAN]}),
-    ]:
+    for name, row in [("metrics.jsonl", {"step": 1}), ("rollouts.jsonl", ROLLOUT)]:
         (tmp_path / name).write_bytes(orjson.dumps(row) + b"\n" + b'{"cut sh')
+    record(tmp_path, "s")
     return tmp_path
+
+
+def record(run: Path, *sessions: str) -> None:
+    """Sessions of two branches: a turn and its sibling, which the agent did not go on from, and what followed it."""
+    with closing(SqliteTraceStore(run / "traces.db")) as store:
+        store.begin(written(Config()), "tokenizer")
+        for session in sessions:
+            store.open(Opening(session, {"task_id": "a[/b]"}))
+            turn = make_turn([1, 2], [3, 4], asked=[user("hello")], said="[hi]")
+            store.commit(session, None, turn, make_turn([1, 2], [5], asked=[user("hello")]))
+            store.commit(session, turn.id, make_turn([6], [7], asked=[user("and?")], sampling=Sampling(temperature=0)))
+            store.seal(session, 1.0, "completed")
 
 
 def test_what_a_run_holds_is_text_and_no_markup(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +49,7 @@ def test_what_a_run_holds_is_text_and_no_markup(run: Path, capsys: pytest.Captur
 def test_an_export_holds_whole_rows_alone(run: Path, tmp_path: Path) -> None:
     cli.export(run, tmp_path / "out.jsonl")
     (line,) = (tmp_path / "out.jsonl").read_bytes().splitlines()
-    assert orjson.loads(line)["session"] == "s"
+    assert (orjson.loads(line)["session"], orjson.loads(line)["loss_mask"]) == ("s", [0, 0, 1, 1, 0, 0])
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
@@ -79,18 +92,34 @@ def test_forks_are_summed_by_cause_with_the_first_of_each(run: Path, capsys: pyt
 
 
 def test_a_session_is_found_by_the_beginning_of_its_id(run: Path) -> None:
-    branch = {**ARRAYS, "task_id": "t", "reward": 1.0, "turns": [SPAN]}
-    rows = [{"session": name, **branch} for name in ("steno_ab1", "steno_ab1", "steno_cd2")]
-    (run / "sessions.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    (run / "rollouts.jsonl").write_bytes(orjson.dumps({**ROLLOUT, "session": "steno_ef3"}) + b"\n")
+    record(run, "steno_ab1", "steno_cd2")
     data, _ = inspecting.session(run, "steno_ab")
     assert [row["session"] for row in data] == ["steno_ab1"] * 2
     with pytest.raises(ConfigError, match="2 sessions begin so"):
         inspecting.session(run, "steno_")
-    with pytest.raises(ConfigError, match="no branch of it was selected"):
-        inspecting.session(run, "steno_ef3")
     with pytest.raises(ConfigError, match="lists some"):
         inspecting.session(run, "other")
+
+
+def test_all_branches_of_a_session_are_shown_with_what_is_trained(run: Path) -> None:
+    rows, _ = inspecting.session(run, "s")
+    assert [row["ids"].tolist() for row in rows] == [[1, 2, 5], [1, 2, 3, 4, 6, 7]]
+    assert [row["loss_mask"].tolist() for row in rows] == [[0, 0, 0], [0, 0, 1, 1, 0, 0]]
+
+
+def test_a_gateways_record_is_shown_as_a_runs_is(run: Path) -> None:
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (run / name).unlink()
+    data, _ = inspecting.overview(run)
+    (row,) = data["last_rollouts"]
+    assert row == {**ROLLOUT, "num_turns": 3, "error": None}
+    data, _ = inspecting.ledger(run)
+    assert data == {"sampled": 4, "trained": 0, "masked": {"greedy": 1}, "dropped": {}, "in_flight": 3}
+
+
+def test_a_folder_without_a_journal_is_told_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no traces\.db"):
+        inspecting.session(tmp_path, "s")
 
 
 def test_what_failed_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,8 @@ class Answers:
     async def _take(self, session: Session, call: Call) -> None:
         await self._turns.take(session, call)
         if call.answered:
-            session.stored.keep(call.name, call.request, call.answered[0], session.traced)
+            if not session.traced:
+                session.stored.keep(call.name, call.request, call.answered[0])
             if not call.has_client:
                 self._settle(session, call, State.UNDELIVERED)
 

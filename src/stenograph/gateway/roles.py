@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from stenograph.dialects.base import Request
+from stenograph.traces.trace import TraceTree
 from stenograph.types import BranchRole, Conversation, Message
 
 _OPENING = 800  # characters of a system prompt or of a message that say what is asked
@@ -71,6 +72,19 @@ class Roles:
         self._mains: dict[str | None, _Look] = {}  # by the client's own session id, where it sends one
         self._begun: dict[str | None, _Look] = {}  # likewise, the first one with tools that no turn may be recorded of
 
+    @classmethod
+    def recorded(cls, tree: TraceTree) -> Roles:
+        """As they were when the last of `tree`'s turns was recorded."""
+        roles = cls()
+        for name, turn in tree.turns.items():
+            parent = tree.parent(name)
+            may_begin = parent is None or tree.turn(parent).role == "compaction"
+            if turn.role == "main" and (may_begin or turn.client_session not in roles._mains):
+                before = None if parent is None else Role(tree.turn(parent).role, "")
+                asked = Conversation(tree.said(name)[:-1], turn.tools)
+                roles._remember(turn.client_session, asked, before)
+        return roles
+
     def of(self, headers: Mapping[str, str], request: Request, parent: Role | None) -> Role:
         """The role of a turn that `request` asks for; `parent` is that of the recorded turn that it continues.
 
@@ -100,15 +114,17 @@ class Roles:
         the same time it does not matter which is the first to end.
         """
         look = _look(request.conversation)
-        main = self._main(_session(_said(headers, request.hints)), look)
+        main = self._main(client_session(headers, request), look)
         return self.of(headers, request, None) if not look.tools and main is not None and main.tools else role
 
     def remember(self, headers: Mapping[str, str], request: Request, role: Role, parent: Role | None) -> None:
         """Take note of a turn that was recorded with `role`; what failed says nothing of what the main one is like."""
-        session = _session(_said(headers, request.hints))
-        begins = parent is None or _goes_on_after_compaction(request.conversation, parent)
-        if role.name == "main" and (begins or session not in self._mains):
-            self._mains[session] = _look(request.conversation)
+        if role.name == "main":
+            self._remember(client_session(headers, request), request.conversation, parent)
+
+    def _remember(self, session: str | None, asked: Conversation, parent: Role | None) -> None:
+        if parent is None or _goes_on_after_compaction(asked, parent) or session not in self._mains:
+            self._mains[session] = _look(asked)
 
     def _main(self, session: str | None, look: _Look) -> _Look | None:
         """What the main conversation is like. The first turn of an agent at work takes its time, and may fail.
@@ -128,8 +144,12 @@ def _said(headers: Mapping[str, str], hints: Mapping[str, str]) -> dict[str, str
     return {name.lower().replace("_", "-"): value.strip() for name, value in said.items() if value.strip()}
 
 
-def _session(said: Mapping[str, str]) -> str | None:
+def client_session(headers: Mapping[str, str], request: Request) -> str | None:
     """The id of the client's own session, which its sub-agents share or name as their parent's."""
+    return _session(_said(headers, request.hints))
+
+
+def _session(said: Mapping[str, str]) -> str | None:
     for name in ("x-claude-code-session-id", "session-id", "x-session-id"):
         if name in said:
             return said[name]

@@ -67,6 +67,7 @@ class Gateway:
             admin_key=self.admin_key,
             require_keys=settings.require_keys,
             ttl_s=settings.session_ttl_s,
+            idle_s=self.config.store.idle_s,
         )
         self._turns = Turns(self.engine, self.rendering, self.store, self.config)
         self._answers = Answers(self._turns, self.store, self.config)

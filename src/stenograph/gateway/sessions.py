@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from stenograph.dialects.base import SESSION_PREFIX
 from stenograph.dialects.seen import Seen
-from stenograph.errors import RequestError
+from stenograph.errors import RequestError, UnknownSession
 from stenograph.gateway.calls import Call
 from stenograph.gateway.roles import Roles
 from stenograph.gateway.stored import StoredResponses
@@ -32,7 +32,8 @@ ADMIN_KEY_REMEDY = "the admin key: STENO_ADMIN_KEY, or the one that steno serve 
 class Session:
     """An address that an agent may call. `tasks` are the generations in flight, awaited by seal and close.
 
-    `calls` are those that a repeat may still be given: in flight, or committed and never delivered.
+    `api_key` is empty where an earlier process opened it: the record has a digest of it alone. `calls` are those that a
+    repeat may still be given: in flight, or committed and never delivered.
     """
 
     id: str
@@ -102,13 +103,16 @@ class Session:
 class Sessions:
     """All sessions and their keys, and the store behind them."""
 
-    def __init__(self, store: TraceStore, *, admin_key: str, require_keys: bool, ttl_s: float) -> None:
+    def __init__(
+        self, store: TraceStore, *, admin_key: str, require_keys: bool, ttl_s: float, idle_s: float = 600.0
+    ) -> None:
         self.store = store
+        self._idle_s = idle_s
         self._admin_key = admin_key
         self._require_keys = require_keys
         self._ttl_s = ttl_s
         self._sessions: dict[str, Session] = {}
-        self._by_key: dict[str, Session] = {}
+        self._closing: set[str] = set()  # ids
         self._open = True
         self.untraced = Session("", "", traced=False, ttl_s=float("inf"), metadata={})  # the admin's own calls
 
@@ -119,11 +123,11 @@ class Sessions:
         session = Session(id, KEY_PREFIX + secrets.token_hex(16), traced, ttl_s or self._ttl_s, metadata)
         self.store.open(Opening(session.id, metadata, traced, key_digest(session.api_key), session.ttl_s))
         self._sessions[session.id] = session
-        self._by_key[session.api_key] = session
         return session
 
     def find(self, id: str) -> Session:
-        session = self._sessions.get(id)
+        """A session by its id, from the record where it was opened by another process. Raises 404."""
+        session = None if id in self._closing else self._sessions.get(id) or self._recorded(id)
         if session is None:
             told = f"unknown session {id}: it was deleted, or the id is mistyped; POST /sessions opens one"
             raise RequestError(told, status=404, retry=False)
@@ -144,7 +148,7 @@ class Sessions:
 
         def rank(key: str) -> int:
             own = self._owner(key)
-            if self.holds_admin(key) or (own is not None and wanted in (None, own.id)):
+            if self.holds_admin(key) or (own is not None and wanted in (None, own)):
                 return 0
             # One of a session that is gone still says whose the request is, before one that says nothing.
             return 1 if own is not None else 2 if key.startswith(KEY_PREFIX) else 3
@@ -159,11 +163,10 @@ class Sessions:
             return self._own(key)
         if self._is_admin(key):
             return self.find(wanted)
-        own = self._own(key)
-        if own.id != wanted:
+        if self._owner(key) not in (None, wanted):
             told = f"this key belongs to another session than {wanted}, or the id is mistyped"
             raise RequestError(f"{told}; use base_url and api_key of one session", status=403, retry=False)
-        return own
+        return self._own(key)
 
     async def seal(self, session: Session, timeout_s: float, reward: float | None, status: str | None) -> None:
         session.state = "sealed"
@@ -176,17 +179,17 @@ class Sessions:
     async def close(self, session: Session) -> list[str]:
         """Abort what is in flight, forget the address and release the record."""
         session.state = "sealed"
-        self._sessions.pop(session.id, None)
-        self._by_key.pop(session.api_key, None)
-        await session.settle(0)
+        self._closing.add(session.id)
         try:
-            return self.store.release([session.id])
-        except Exception:
-            self._sessions[session.id] = session  # its owner may try again
-            raise
+            await session.settle(0)
+            released = self.store.release([session.id])
+            self._sessions.pop(session.id, None)
+            return released
+        finally:
+            self._closing.discard(session.id)
 
     async def expire(self, timeout_s: float) -> None:
-        """Seal the sessions that were idle for longer than their time to live."""
+        """Seal the sessions that were idle for longer than their time to live, and make the others small."""
         now = time.monotonic()
         for session in list(self._sessions.values()):
             if session.state == "open" and not session.tasks and now - session.used_s > session.ttl_s:
@@ -194,6 +197,8 @@ class Sessions:
                     await self.seal(session, timeout_s, None, "expired")
                 except Exception:
                     log.exception("session %s expired, and its record is not sealed", session.id)
+            if not session.tasks and now - session.used_s > self._idle_s:
+                session.seen = Seen()  # what it will repeat is read again
 
     async def aclose(self) -> None:
         self._open = False
@@ -209,18 +214,42 @@ class Sessions:
         return self.holds_admin(key)
 
     def _own(self, key: str | None) -> Session:
-        session = self._owner(key)
-        if session is None:
+        id = self._owner(key)
+        if id is None:
             raise _unauthorised()
+        session = self.find(id)
         session.used_s = time.monotonic()
         return session
 
-    def _owner(self, key: str | None) -> Session | None:
-        if key is None:
+    def _owner(self, key: str | None) -> str | None:
+        """The id of the session that a key opens. What it is looked up by tells nobody anything about another key."""
+        if key is None or not key.startswith(KEY_PREFIX):
             return None
-        # Keys are 128 random bits, so looking one up by hash tells an attacker nothing about another.
-        session = self._by_key.get(key)
-        return session if session is not None and _same(key, session.api_key) else None
+        id = self.store.find(key_digest(key))
+        return id if id not in self._closing else None
+
+    def _recorded(self, id: str) -> Session | None:
+        """A session as it is recorded, under its key again."""
+        if not self._open:
+            raise _stopping()
+        try:
+            info, tree = self.store.get(id), self.store.tree(id)
+        except UnknownSession:
+            return None
+        opening = info.opening
+        session = Session(
+            id=id,
+            api_key="",
+            traced=opening.traced,
+            ttl_s=opening.ttl_s,
+            metadata=opening.metadata,
+            state=info.state,
+            roles=Roles.recorded(tree),
+            num_turns=info.num_turns,
+            num_tokens=info.num_tokens,
+        )
+        self._sessions[id] = session
+        return session
 
 
 def key_digest(key: str) -> bytes:

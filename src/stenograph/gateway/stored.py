@@ -18,7 +18,6 @@ _MAX_UNTRACED = 256  # kept with their whole conversation, the oldest forgotten 
 class StoredResponses:
     """One session's, by the name of their turn."""
 
-    _num_instructions: dict[str, int] = field(default_factory=dict)
     _untraced: dict[str, tuple[Message, ...]] = field(default_factory=dict)
 
     def resolve(self, request: Request, tree: TraceTree | None) -> Request:
@@ -36,20 +35,17 @@ class StoredResponses:
 
     def _said(self, name: str, tree: TraceTree | None, param: str) -> tuple[Message, ...]:
         """The conversation up to the response named `name`, its reply last."""
-        messages = self._untraced.get(name)
-        if tree is not None and name in self._num_instructions:
-            messages = tree.said(turn_id(name))[self._num_instructions[name] :]
+        messages, turn = self._untraced.get(name), turn_id(name)
+        if tree is not None and turn in tree and (num_instructions := tree.turn(turn).num_instructions) is not None:
+            messages = tree.said(turn)[num_instructions:]
         if messages is None:
             told = f"{param}: no response {name!r} is stored in this session; send its items"
             raise RequestError(told, code="previous_response_not_found", param=param)
         return messages
 
-    def keep(self, name: str, request: Request, answered: Answered, traced: bool) -> None:
-        """Remember the response named `name`; instructions are not carried over to the next."""
+    def keep(self, name: str, request: Request, answered: Answered) -> None:
+        """Remember the response named `name` of an untraced session; instructions are not carried over to the next."""
         if not request.store:
-            return
-        if traced:
-            self._num_instructions[name] = request.num_instructions
             return
         said = (*request.conversation.messages, answered.turn.reply.message())
         self._untraced[name] = said[request.num_instructions :]

@@ -17,7 +17,7 @@ from stenograph.errors import EngineError, RequestError, StenographError, TraceE
 from stenograph.gateway.calls import Call, State
 from stenograph.gateway.output import Aborted, Output, Unsound, checked
 from stenograph.gateway.prompts import Prompt, Prompts
-from stenograph.gateway.roles import Role
+from stenograph.gateway.roles import Role, client_session
 from stenograph.gateway.sampling import resolve
 from stenograph.gateway.sessions import Session
 from stenograph.rendering.base import Rendering
@@ -198,6 +198,8 @@ class Turns:
                 experts=output.experts,
                 started_s=call.received_s,
                 seconds=seconds,
+                client_session=client_session(call.headers, call.request),
+                num_instructions=call.request.num_instructions if call.request.store else None,
             )
             turns.append(turn)
             shown = _with_call_ids(finished.shown, name)

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from stenograph.errors import ConfigError, OwnedElsewhere, TraceError, UnknownSession
 from stenograph.traces import schema
+from stenograph.traces.owners import is_at_work
 from stenograph.traces.recovery import Event, Row, SetAside, restore
 from stenograph.traces.session import Opening, SessionRecord
 from stenograph.traces.written import Shared, WrittenTurn, write
@@ -23,7 +24,6 @@ from stenograph.types import Turn
 
 log = logging.getLogger(__name__)
 
-Keep = Literal["all", "none"] | int  # released sessions: all of them, none, or so many of those released last
 
 _BUSY_S = 10.0  # how long another process may write meanwhile
 
@@ -84,6 +84,26 @@ class Journal:
     def close(self) -> None:
         self._connection.close()
 
+    # --- whose it is -------------------------------------------------------------------------------------------------
+
+    def begin(self, config: str, tokenizer: str) -> None:
+        """Note under which configuration (TOML) what follows is recorded. `tokenizer` differs where its ids do.
+
+        Raises ConfigError where what is there has ids of another.
+        """
+        with self._transaction():
+            found = self._one("SELECT tokenizer FROM starts ORDER BY rowid DESC LIMIT 1")
+            if found is not None and found[0] != tokenizer:
+                told = f"{self.path} was recorded with another model's tokenizer"
+                raise ConfigError(f"{told}; serve that model, or choose another file (--store sqlite:PATH)")
+            self._run("INSERT INTO starts VALUES (?, ?, ?)", time.time(), config, tokenizer)
+
+    def config(self) -> str | None:
+        """The last configuration that was at work here, as TOML."""
+        with _refused(self.path):
+            found = self._one("SELECT config FROM starts ORDER BY rowid DESC LIMIT 1")
+            return None if found is None else found[0]
+
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening, allowed: Iterable[str], owner: str | None) -> None:
@@ -122,8 +142,11 @@ class Journal:
             number = self._owned(session, owner)
             self._run("INSERT INTO events (session, kind, record) VALUES (?, ?, ?)", number, kind, written)
 
-    def release(self, sessions: Sequence[str], keep: Keep) -> None:
-        """Say that nobody needs the sessions any more, and delete what is not to be kept."""
+    def release(self, sessions: Sequence[str], keep: str) -> None:
+        """Say that nobody needs the sessions any more, and delete what is not to be kept of all that were released.
+
+        `keep` is "all", "none", or "last:N" for those that were released last.
+        """
         now = time.time()
         with self._transaction():
             for session in sessions:
@@ -131,7 +154,7 @@ class Journal:
                 if not self._opening(session)[0].traced:  # there is nothing to keep of it
                     self._run("DELETE FROM sessions WHERE id = ?", session)
             if keep != "all":
-                num_kept = 0 if keep == "none" else keep
+                num_kept = int(keep.removeprefix("last:")) if keep != "none" else 0
                 gone = "SELECT number FROM sessions WHERE released_s IS NOT NULL"
                 gone += " ORDER BY released_s DESC, number DESC LIMIT -1 OFFSET ?"
                 for (number,) in self._run(gone, num_kept).fetchall():
@@ -152,10 +175,13 @@ class Journal:
 
     # --- owners ------------------------------------------------------------------------------------------------------
 
-    def renew(self, owner: str, address: str, expires_s: float) -> None:
-        """Say that `owner` is at work, to be reached at `address`, until `expires_s` (Unix time)."""
+    def enrol(self, owner: str, address: str) -> None:
+        """Say that `owner` is at work and where it is reached; forget those that are not any more."""
         with self._transaction():
-            self._run("INSERT OR REPLACE INTO owners VALUES (?, ?, ?)", owner, address, expires_s)
+            for (other,) in self._run("SELECT id FROM owners").fetchall():
+                if not is_at_work(self.path, other):
+                    self._run("DELETE FROM owners WHERE id = ?", other)
+            self._run("INSERT INTO owners VALUES (?, ?)", owner, address)
 
     def retire(self, owner: str) -> None:
         """`owner` is gone, and what it had is anyone's."""
@@ -171,10 +197,10 @@ class Journal:
             found = self._one(_OWNER, session)
             if found is None or found[0] is not None:
                 raise UnknownSession(session)
-            _, holder, address, expires_s = found
+            _, holder, address = found
             if holder == owner:
                 return
-            if address is not None and expires_s > time.time():
+            if address is not None and is_at_work(self.path, holder):
                 raise OwnedElsewhere(session, holder, address)
             self._run("UPDATE sessions SET owner = ? WHERE id = ?", owner, session)
 
@@ -253,7 +279,7 @@ class Journal:
                 yield
                 self._run("COMMIT")
             except BaseException:
-                with suppress(sqlite3.Error):  # where SQLite has rolled back by itself, there is nothing left to
+                if self._connection.in_transaction:  # where SQLite has not ended it by itself
                     self._run("ROLLBACK")
                 raise
 
@@ -270,7 +296,7 @@ _INSERT_TURN = """INSERT INTO turns (
 _SELECT_TURN = """SELECT
     number, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
 FROM turns WHERE number = ?"""
-_OWNER = """SELECT released_s, owner, address, expires_s
+_OWNER = """SELECT released_s, owner, address
 FROM sessions LEFT JOIN owners ON owners.id = sessions.owner WHERE sessions.id = ?"""
 
 

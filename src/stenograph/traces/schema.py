@@ -50,8 +50,10 @@ _STEPS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX events_by_session ON events (session)",
         # Turns that could not be read, and why; they stay where they are.
         "CREATE TABLE quarantined (turn INTEGER PRIMARY KEY, reason TEXT NOT NULL, found_s REAL NOT NULL)",
-        # Stores that are at work on the database, and until when that holds unless they say so again.
-        "CREATE TABLE owners (id TEXT PRIMARY KEY, address TEXT NOT NULL, expires_s REAL NOT NULL)",
+        # What was at work on the database: its configuration as TOML, and what tells its tokenizer from another.
+        "CREATE TABLE starts (started_s REAL NOT NULL, config TEXT NOT NULL, tokenizer TEXT NOT NULL)",
+        # Stores that are at work on the database, as long as their locks are held (`traces.owners`).
+        "CREATE TABLE owners (id TEXT PRIMARY KEY, address TEXT NOT NULL)",
     ),
 )
 VERSION = len(_STEPS)
@@ -71,7 +73,8 @@ def prepare(connection: sqlite3.Connection, path: Path, steps: tuple[tuple[str, 
         connection.execute(f"PRAGMA user_version = {len(steps)}")
         connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # where SQLite has not ended it by itself
+            connection.execute("ROLLBACK")
         raise
 
 

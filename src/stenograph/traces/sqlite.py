@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -15,8 +14,9 @@ from stenograph.config import SelectConfig
 from stenograph.errors import OwnedElsewhere, TraceError, UnknownSession
 from stenograph.traces.drift import Drift
 from stenograph.traces.equivalences import NAMES
-from stenograph.traces.journal import Journal, Keep
+from stenograph.traces.journal import Journal
 from stenograph.traces.matching import Match
+from stenograph.traces.owners import Owner
 from stenograph.traces.recovery import settled
 from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import Disposition, Ledger, Opening, SessionInfo, SessionRecord
@@ -25,7 +25,6 @@ from stenograph.types import Conversation, Sample, Turn
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 10.0  # how long a store that says nothing is taken to be at work
 _PERIOD_S = 1.0  # of the housekeeping
 _MOST_WAL_BYTES = 4 * 2**20  # before it is written back
 
@@ -37,7 +36,7 @@ class _Held:
 
 
 class SqliteTraceStore:
-    """A TraceStore whose turns survive its process. Close it, so that others need not wait for its lease to run out.
+    """A TraceStore whose turns survive its process.
 
     Sessions that nobody asked for in `idle_s`, and the longest unused ones where all take more than `memory_bytes`, are
     let go from memory and read again when they are asked for. `address` is where other processes reach this one's
@@ -49,26 +48,30 @@ class SqliteTraceStore:
         path: Path,
         allowed: Collection[str] = NAMES,
         *,
-        keep: Keep = "all",
+        keep: str = "all",
         idle_s: float = 600.0,
         memory_bytes: float = float("inf"),
         address: str = "",
     ) -> None:
         self.path = path
-        self.owner = secrets.token_hex(8)
         self._allowed = allowed
-        self._keep: Keep = keep
+        self._keep = keep
         self._idle_s = idle_s
         self._memory_bytes = memory_bytes
-        self._address = address
         self._lock = threading.RLock()
         self._sessions: dict[str, _Held] = {}  # the longest unused first
         self._num_bytes = 0
         self._journal = Journal.writing(path)
-        self._renew(self._journal)
+        self._owner = Owner(path)
+        self._journal.enrol(self._owner.id, address)
         self._closing = threading.Event()
         self._housekeeping = threading.Thread(target=self._keep_house, name="stenograph-journal", daemon=True)
         self._housekeeping.start()
+
+    def begin(self, config: str, tokenizer: str) -> None:
+        """As `Journal.begin`."""
+        with self._lock:
+            self._journal.begin(config, tokenizer)
 
     def close(self) -> None:
         """Give the sessions back and close the database; safe to call twice."""
@@ -79,25 +82,26 @@ class SqliteTraceStore:
         with self._lock:
             self._sessions.clear()
             try:
-                self._journal.retire(self.owner)
+                self._journal.retire(self._owner.id)
                 self._journal.checkpoint()
             except TraceError as e:
                 log.warning("%s", e)
             finally:
                 self._journal.close()
+                self._owner.close()
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening) -> None:
         with self._lock:
-            self._journal.open(opening, self._allowed, self.owner)
+            self._journal.open(opening, self._allowed, self._owner.id)
             self._hold(SessionRecord(opening, self._allowed))
 
     def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
         with self._lock:
             record = self._held(session)
             record.check(parent, turns)
-            self._written(session, lambda: self._journal.commit(record, parent, turns, self.owner))
+            self._written(session, lambda: self._journal.commit(record, parent, turns, self._owner.id))
             before = record.num_bytes
             record.commit(parent, turns)
             self._num_bytes += record.num_bytes - before
@@ -140,7 +144,7 @@ class SqliteTraceStore:
             return known
 
     def _note(self, session: str, kind: str, record: dict[str, Any]) -> None:
-        self._written(session, lambda: self._journal.note(session, kind, record, self.owner))
+        self._written(session, lambda: self._journal.note(session, kind, record, self._owner.id))
 
     def _written(self, session: str, write: Callable[[], None]) -> None:
         """Write, and know no more of a session that another store has by now."""
@@ -186,7 +190,7 @@ class SqliteTraceStore:
         """The session in memory, from the journal where it is not; it is then the last one used."""
         held = self._sessions.pop(session, None)
         if held is None:
-            self._journal.take(session, self.owner)
+            self._journal.take(session, self._owner.id)
             return self._hold(self._journal.load(session))
         held.used_s = time.monotonic()
         self._sessions[session] = held
@@ -210,7 +214,7 @@ class SqliteTraceStore:
 
     def _is_ours(self, session: str) -> bool:
         try:
-            self._journal.take(session, self.owner)
+            self._journal.take(session, self._owner.id)
         except UnknownSession:
             return False
         return True
@@ -218,14 +222,10 @@ class SqliteTraceStore:
     # --- housekeeping ------------------------------------------------------------------------------------------------
 
     def _keep_house(self) -> None:
-        """Renew the lease, let go of what is idle, and write the log back, so that no commit has to wait for it."""
+        """Let go of what is idle, and write the log back, so that no commit has to wait for it."""
         with Journal.writing(self.path) as journal:
-            renewed_s = time.monotonic()
             while not self._closing.wait(_PERIOD_S):
                 try:
-                    if time.monotonic() - renewed_s > LEASE_S / 4:
-                        self._renew(journal)
-                        renewed_s = time.monotonic()
                     if journal.num_wal_bytes() > _MOST_WAL_BYTES:
                         journal.checkpoint()
                 except TraceError as e:
@@ -234,6 +234,3 @@ class SqliteTraceStore:
                     oldest_s = time.monotonic() - self._idle_s
                     for session in [name for name, held in self._sessions.items() if held.used_s < oldest_s]:
                         self._let_go(session)
-
-    def _renew(self, journal: Journal) -> None:
-        journal.renew(self.owner, self._address, time.time() + LEASE_S)
