@@ -1,9 +1,10 @@
 """What the gateway adds to a turn, by the length of its session: gateway, engine and load are a process each.
 
-One JSON row a figure, a naive gateway's (`naive_gateway.py`) under the same load beside it. `cpu_ms`: the gateway's own
-CPU a turn, all its threads, from the kernel's account of its process, the median over rounds. `added_ms`: the median
-latency over that of a direct call to the same engine. `peak_mb`: the most memory that the process ever had, with some
-300 MB that it starts with. On few cores the processes are in each other's way: the CPU is what counts.
+One JSON row a figure, a naive gateway's (`naive_gateway.py`) under the same load beside it. The record is in memory;
+rows of a `journal` have memory beside them. `cpu_ms`: the gateway's own CPU a turn, all its threads, from the kernel's
+account of its process, the median over rounds. `added_ms`: the median latency over that of a direct call to the same
+engine. `peak_mb`: the most memory that the process ever had, with some 300 MB that it starts with. On few cores the
+processes are in each other's way: the CPU is what counts.
 """
 
 from __future__ import annotations
@@ -56,22 +57,29 @@ class Figures:
 
 
 def run(parts: Parts, length: str, concurrency: int, streams: tuple[bool, ...]) -> None:
-    """One gateway process for a length and a concurrency, and a naive one beside it; a row for each figure."""
+    """One gateway process for a length and a concurrency, a naive one and one with a journal beside it."""
     plans = [_plan(LENGTHS[length], concurrency, stream) for stream in streams]
     engine = Target("engine", parts.engine, "", 1)
     direct = [put_under(engine, plan) for plan in plans]
     with parts.naive() as target:
         measured = [put_under(target, _for_naive(plan)) for plan in plans]
         naive = [Figures.of(*both, target.pid) for both in zip(measured, direct, strict=True)]
+    cases = [f"{length}@{concurrency}/{'stream' if plan.stream else 'whole'}" for plan in plans]
     with parts.gateway() as target:
-        for plan, one, baseline in zip(plans, direct, naive, strict=True):
-            figures = Figures.of(put_under(target, plan), one, target.pid)
-            case = f"{length}@{concurrency}/{'stream' if plan.stream else 'whole'}"
-            for metric, value in asdict(figures).items():
-                row = {"bench": "gateway", "case": case, "metric": metric, "value": round(value, 2)}
-                beside = getattr(baseline, metric)
-                row |= {"baseline": f"naive {beside:.2f}", "ratio": round(value / beside, 3) if beside > 0 else None}
-                print(json.dumps(row), flush=True)
+        ours = [Figures.of(put_under(target, plan), one, target.pid) for plan, one in zip(plans, direct, strict=True)]
+    for case, figures, baseline in zip(cases, ours, naive, strict=True):
+        tell(case, figures, "naive", baseline)
+    with parts.gateway(f"sqlite:{parts.folder}/{length}-{concurrency}.db") as target:
+        figures = Figures.of(put_under(target, plans[0]), direct[0], target.pid)
+    tell(f"{cases[0]}/journal", figures, "memory", ours[0])
+
+
+def tell(case: str, figures: Figures, beside: str, baseline: Figures) -> None:
+    for metric, value in asdict(figures).items():
+        other = getattr(baseline, metric)
+        row = {"bench": "gateway", "case": case, "metric": metric, "value": round(value, 2)}
+        row |= {"baseline": f"{beside} {other:.2f}", "ratio": round(value / other, 3) if other > 0 else None}
+        print(json.dumps(row), flush=True)
 
 
 def _plan(num_tokens: int, concurrency: int, stream: bool) -> Plan:

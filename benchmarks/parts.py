@@ -63,11 +63,15 @@ class Parts:
     engine: str
 
     @contextmanager
-    def gateway(self) -> Iterator[Target]:
+    def gateway(self, store: str = "memory") -> Iterator[Target]:
+        """`store` as `steno serve --store` takes it."""
         steno = str(Path(sys.executable).parent / "steno")
         settings = ["model.renderer=qwen3", "model.thinking_retention=all"]
         command = [steno, "serve", "--port", "0", "--model", str(self.folder), "--engine", f"vllm:{self.engine}"]
-        with started(*command, *[word for one in settings for word in ("--set", one)]) as (ready, pid):
+        with started(*command, "--store", store, *[word for one in settings for word in ("--set", one)]) as (
+            ready,
+            pid,
+        ):
             yield Target("gateway", ready["url"], ready["admin_key"], pid)
 
     @contextmanager

@@ -6,11 +6,14 @@ import argparse
 import gc
 import json
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,8 @@ from stenograph.dialects import chat
 from stenograph.dialects.seen import Seen
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.session import Opening
+from stenograph.traces.sqlite import SqliteTraceStore
+from stenograph.traces.store import TraceStore
 from stenograph.types import Conversation, Ids, Message, Reply, Sampling, Turn
 
 NUM_CONTEXT = 120  # tokens of a turn
@@ -101,18 +106,20 @@ def new_store() -> MemoryTraceStore:
     return store
 
 
-def grow(store: MemoryTraceStore, num_turns: int, num_output: int = NUM_OUTPUT) -> list[float]:
-    """Commit one branch; the CPU of each commit."""
+def grow(store: TraceStore, num_turns: int, num_output: int = NUM_OUTPUT, marked: bool = False) -> list[float]:
+    """Commit one branch; the CPU of each commit, and where it is `marked` of saying that it was delivered."""
     parent: str | None = None
     taken = []
     for n in range(num_turns):
         turn = make_turn(n, num_output, policy=n // 8)
         taken.append(commit_us(store, parent, turn))
+        if marked:
+            taken[-1] += cpu_us(lambda turn=turn: store.mark("s", [turn.id], "delivered"))
         parent = turn.id
     return taken
 
 
-def commit_us(store: MemoryTraceStore, parent: str | None, turn: Turn) -> float:
+def commit_us(store: TraceStore, parent: str | None, turn: Turn) -> float:
     return cpu_us(lambda: store.commit("s", parent, turn))
 
 
@@ -199,6 +206,27 @@ def turn_rows(length: int, naive_length: int) -> None:
                 row(f"{case}@{turn}", "us_per_turn", value, "turn_cpu@100", first)
 
 
+def journal_rows(length: int) -> None:
+    """CPU of a commit and its mark that a journal takes beside what memory does; and of reading a branch back."""
+    with tempfile.TemporaryDirectory() as folder, closing(SqliteTraceStore(Path(folder) / "traces.db")) as journal:
+        journal.open(Opening("s"))
+        written, kept = grow(journal, length, marked=True), grow(new_store(), length, marked=True)
+        for turn in (100, 400, 1600, 6400):
+            if turn <= length:
+                value, beside = (float(np.median(taken[turn - WINDOW : turn])) for taken in (written, kept))
+                row(f"journal_turn_cpu@{turn}", "us_per_turn", value, "memory", beside)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "traces.db"
+        with closing(SqliteTraceStore(path)) as journal:
+            journal.open(Opening("s"))
+            grow(journal, LONG)
+        num_bytes = path.stat().st_size / (LONG * (NUM_CONTEXT + NUM_OUTPUT))
+        row("journal_file@128k", "bytes_per_token", num_bytes, "ids and log-probabilities", 4 + 4 * NUM_OUTPUT / 320)
+        with closing(SqliteTraceStore(path)) as journal:
+            read = cpu_us(lambda: journal.tree("s"))
+    row("journal_load@128k", "ms", read / 1000, "committing it", sum(written[:LONG]) / 1000)
+
+
 def match_rows(length: int, naive_length: int) -> None:
     """A conversation found again; the naive trie finds a shorter one.
 
@@ -282,6 +310,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="shorter sessions")
     length, naive_length = (1600, 400) if parser.parse_args().quick else (6400, 1600)
     turn_rows(length, naive_length)
+    journal_rows(length)
     match_rows(length, naive_length)
     memory_rows(naive_length)
     shape_rows()
