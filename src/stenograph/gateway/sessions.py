@@ -230,6 +230,8 @@ class Sessions:
 
     def _recorded(self, id: str) -> Session | None:
         """A session as it is recorded, under its key again."""
+        if not id.isascii():  # headers and paths hold bytes that are no text, and no store can be asked for those
+            return None
         if not self._open:
             raise _stopping()
         try:
