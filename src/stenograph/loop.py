@@ -18,6 +18,7 @@ from stenograph.errors import StenographError, TraceError
 from stenograph.rendering import load_tokenizer
 from stenograph.rollouts import Attempts, Batch, batches, evaluate
 from stenograph.rundir import RunDir
+from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Disposition, Ledger
 from stenograph.traces.store import TraceStore
 from stenograph.training.report import StepReport
@@ -84,10 +85,15 @@ class Loop:
             self.watcher.phase("rollouts")
             began = time.monotonic()
             async for finished in made:
-                batch, recorded = self._flattened(finished)
-                report, samples = await self._step(batch, recorded)
-                self._record(batch, report, time.monotonic() - began)
-                await self._release(batch.rollouts)
+                exported = Holder("sample", f"step-{finished.step + 1:06d}")
+                try:
+                    batch, recorded = self._flattened(finished, exported)
+                    report, samples = await self._step(batch, recorded)
+                    self._record(batch, report, time.monotonic() - began)
+                finally:
+                    self.store.payloads.release([exported])
+                # The gateway owns them, their addresses as well as their records.
+                await self.attempts.gateway.release(r.session for r in batch.rollouts if r.session)
                 if all(np.isin(sample.versions, (-1, self.version - report.applied)).all() for sample in samples):
                     self._check_difference(report)  # on older turns it also shows what was learnt since
                 done = batch.step + 1
@@ -102,12 +108,16 @@ class Loop:
         await asyncio.to_thread(self.trainer.save_actor, actor)
         load_tokenizer(self.config.model).save_pretrained(actor)  # with the chat template, so that it can be served
 
-    def _flattened(self, batch: Batch) -> tuple[Batch, list[Sample]]:
-        """The batch and its samples; a rollout whose session cannot be flattened truly failed, and says why."""
+    def _flattened(self, batch: Batch, holder: Holder) -> tuple[Batch, list[Sample]]:
+        """The batch and its samples, leased to `holder`.
+
+        A rollout whose session cannot be flattened truly failed, and says why.
+        """
         rollouts, samples = [], []
         for rollout in batch.rollouts:
             try:
-                samples += self.store.samples(rollout.session, self.config.select) if rollout.session else []
+                if rollout.session:
+                    samples += self.store.samples(rollout.session, self.config.select, holder)
             except TraceError as e:
                 rollout = replace(rollout, reward=None, parts={}, status="error", error=str(e))
             rollouts.append(rollout)
@@ -198,11 +208,6 @@ class Loop:
         """On how many turns each name stands: of notes (`parser_disagrees`, ...) or of accepted differences."""
         turns = (turn for session in sessions for turn in self.store.tree(session).turns.values())
         return dict(Counter(name for turn in turns for name in getattr(turn, field)))
-
-    async def _release(self, rollouts: Iterable[Rollout]) -> None:
-        """Let a batch's sessions go: the gateway owns them, their addresses as well as their records."""
-        gateway = self.attempts.gateway
-        await asyncio.gather(*(gateway.delete(rollout.session) for rollout in rollouts if rollout.session))
 
     def _rollout_row(self, step: int, rollout: Rollout, ledgers: dict[str, Ledger]) -> dict[str, Any]:
         row = {"step": step + 1, "rollout_id": rollout.id, "group_id": rollout.group_id, "task_id": rollout.task.id}

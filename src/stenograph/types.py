@@ -137,6 +137,15 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Payload:
+    """A handle of an array that is kept elsewhere for as long as it is leased; opaque bytes are uint8 [bytes]."""
+
+    id: str
+    dtype: str  # NumPy's name of it
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One recorded call, as a difference to its parent, the turn whose conversation it goes on from.
 
@@ -167,7 +176,7 @@ class Turn:
     accepted: tuple[str, ...] = ()  # differences between what was asked and what it goes on from, by their names
     notes: tuple[str, ...] = ()
     stopped_by: str | None = None  # the stop string that ended the visible text
-    experts: NDArray[np.integer] | None = None  # [passes, layers, experts per token], see above
+    experts: Payload | None = None  # [passes, layers, experts per token], see above
     started_s: float = 0.0  # Unix time
     seconds: float = 0.0
     client_session: str | None = None  # the id of the client's own session, where it sends one
@@ -191,11 +200,19 @@ class TurnSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """Where a turn's experts lie in a sample: the last row of `payload` is of the pass whose input is ids[end - 1]."""
+
+    payload: Payload
+    end: int  # may be behind the end of a sample that was cut for its length
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One branch flattened for training; every array has len(ids), 0.0 and -1 where the token was not sampled.
 
-    experts[i] is the routing of the forward pass whose input is ids[i], where experts_mask[i]; 0 where it is unknown.
-    Both are None where nobody asked for experts: a dense model. They are never None where they went missing.
+    `experts` are read by `traces.experts.routed_experts`. There are none where nobody asked for them: a dense model.
+    They never went missing: such a branch is no sample.
     """
 
     session: str
@@ -210,8 +227,7 @@ class Sample:
     rollout_logprobs: Logprobs
     versions: NDArray[np.int32]
     turns: tuple[TurnSpan, ...]
-    experts: NDArray[np.integer] | None = None  # [tokens, layers, experts per token]
-    experts_mask: Mask | None = None  # [tokens]
+    experts: tuple[Routing, ...] = ()  # oldest turn first
 
 
 RolloutStatus = Literal["completed", "agent_failed", "timeout", "error"]

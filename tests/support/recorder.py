@@ -10,11 +10,13 @@ import numpy as np
 
 from stenograph.config import SelectConfig
 from stenograph.traces.memory import MemoryTraceStore
+from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Disposition, Opening
 from stenograph.types import BranchRole, Sample, Sampling, Turn
 from support.turns import make_turn
 
 TRAINED = Disposition("trained")
+TAKING = Holder("request", "call")
 
 
 class Recorder:
@@ -48,8 +50,10 @@ class Recorder:
         for _ in range(num_choices):
             output = list(itertools.islice(self._tokens, num_output))
             turn = make_turn(context, output, sampling=sampling, versions=((0, len(turns)), (1, 9)))
-            turns.append(replace(turn, role=role, experts=rows, extends=extends))
+            experts = None if rows is None else self.store.payloads.put(rows, TAKING)
+            turns.append(replace(turn, role=role, experts=experts, extends=extends))
         self.store.commit("s", after and after.id, *turns)
+        self.store.payloads.release([TAKING])
         return turns
 
     def samples(self, **select: Any) -> list[Sample]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from stenograph.errors import StenographError, TraceError
 from stenograph.loop import Loop
 from stenograph.rundir import RunDir
 from stenograph.traces.memory import MemoryTraceStore
+from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Ledger, Opening
 from stenograph.training.trainer import Trainer
 from stenograph.types import Rollout, Task, Turn
@@ -44,14 +45,15 @@ class Recorded:
     async def run_all(self, pairs: Sequence[tuple[Task, str]]) -> list[Rollout]:
         return [self._run(n, task, group) for n, (task, group) in enumerate(pairs)]
 
-    async def delete(self, session: str) -> None:
-        self.store.release([session])
+    async def release(self, sessions: Iterable[str]) -> list[str]:
+        return self.store.release(sessions)
 
     def _run(self, n: int, task: Task, group: str) -> Rollout:
         session, reward = f"s{n}", float(n)
         self.store.open(Opening(session, {"rollout_id": f"r{n}", "group_id": group, "task_id": task.id}))
         first = make_turn([1, 2], [3, 4])
-        first = replace(first, experts=ROUTED) if n in self.mixed else first
+        if n in self.mixed:
+            first = replace(first, experts=self.store.payloads.put(ROUTED, Holder("session", session)))
         left, taken = make_turn([5], [6, 7 + n]), make_turn([5], [8])
         self.store.commit(session, None, first)
         self.store.commit(session, first.id, left, taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from stenograph.errors import RequestError
 from stenograph.gateway import bodies
 from stenograph.gateway.sessions import Session, Sessions
 from stenograph.traces.export import sample_row, tree_row
+from stenograph.traces.payloads import Holder
 
 
 class SessionRoutes:
@@ -90,10 +92,18 @@ class SessionRoutes:
             case "tree":
                 return tree_row(store.tree(session), with_ids)
             case "samples":
-                return [sample_row(sample) for sample in store.samples(session, self._select)]
+                return self._samples(session)
             case "drift":
                 return [asdict(record) for record in store.drift(session)]
         return asdict(store.ledger(session))
+
+    def _samples(self, session: str) -> list[dict[str, Any]]:
+        store, exported = self._sessions.store, Holder("sample", secrets.token_hex(8))
+        try:
+            samples = store.samples(session, self._select, exported)
+            return [sample_row(sample, store.payloads) for sample in samples]
+        finally:
+            store.payloads.release([exported])
 
     def _traced(self, id: str) -> str:
         if not self._sessions.find(id).traced:

@@ -14,6 +14,7 @@ from enum import StrEnum, auto
 
 from stenograph.dialects.base import Answered, Request
 from stenograph.rendering.base import Delta
+from stenograph.traces.payloads import Holder
 
 
 class State(StrEnum):
@@ -42,6 +43,7 @@ class Call:
 
     def __init__(self, request: Request, headers: Mapping[str, str], key: Hashable, max_tokens: int) -> None:
         self.name = secrets.token_hex(8)
+        self.holder = Holder("request", self.name)  # of what is heavy, until it is the session's
         self.request = request
         self.headers = headers
         self.key = key

@@ -22,7 +22,7 @@ from stenograph.gateway.sampling import resolve
 from stenograph.gateway.sessions import Session
 from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
-from stenograph.types import Conversation, Reply, Sampling, Turn
+from stenograph.types import Conversation, Payload, Reply, Sampling, Turn
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Turns:
             await self._generate(session, call, prompt, outputs)
             if continued is None:
                 role = session.roles.again(call.headers, call.request, role)
-            turns, answered = self._turns(call, prompt, role, notes, outputs, time.monotonic() - clock)
+            turns, answered = self._turns(session, call, prompt, role, notes, outputs, time.monotonic() - clock)
             if session.traced:
                 with boundary(TraceError, "record the turn"):
                     self._store.commit(session.id, prompt.parent, *turns)
@@ -66,6 +66,8 @@ class Turns:
             raise
         except Exception as e:
             self._fail(session, call, outputs, e)
+        finally:
+            self._store.payloads.release([call.holder])
 
     async def count(self, session: Session, conversation: Conversation) -> int:
         """Tokens of the prompt that a turn would have."""
@@ -164,6 +166,7 @@ class Turns:
 
     def _turns(
         self,
+        session: Session,
         call: Call,
         prompt: Prompt,
         role: Role,
@@ -195,7 +198,7 @@ class Turns:
                 accepted=prompt.accepted,
                 notes=notes + finished.notes,
                 stopped_by=output.stopped_by,
-                experts=output.experts,
+                experts=self._kept(session, call, output),
                 started_s=call.received_s,
                 seconds=seconds,
                 client_session=client_session(call.headers, call.request),
@@ -205,6 +208,13 @@ class Turns:
             shown = _with_call_ids(finished.shown, name)
             answered.append(Answered(turn, prompt.ids, output.num_reasoning, shown))
         return turns, answered
+
+    def _kept(self, session: Session, call: Call, output: Output) -> Payload | None:
+        """The handle of what is heavy, held by the call until it is committed; nothing of an untraced turn is kept."""
+        if not session.traced or (experts := output.experts) is None:
+            return None
+        with boundary(TraceError, "keep the turn's experts"):
+            return self._store.payloads.put(experts, call.holder)
 
 
 def _seeded(sampling: Sampling, choice: int) -> Sampling:

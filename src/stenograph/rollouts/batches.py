@@ -31,7 +31,7 @@ async def batches(
     """Yield a batch per step; asking for the next says that the last was trained on.
 
     With max_staleness = 0 a batch begins when the one before it has been trained on; with n, up to n batches more are
-    under way meanwhile. Closing the iterator cancels them.
+    under way meanwhile. Closing the iterator cancels them, and releases those that nobody has asked for.
     """
 
     async def make(step: int) -> Batch:
@@ -48,9 +48,12 @@ async def batches(
         for _ in steps:
             while len(ahead) <= config.max_staleness and (step := next(waiting, None)) is not None:
                 ahead.append(asyncio.create_task(make(step)))
-            yield await ahead[0]
-            ahead.pop(0)
+            batch = await ahead[0]
+            del ahead[0]  # whoever asked has it now, and releases it
+            yield batch
     finally:
         for task in ahead:
             task.cancel()
-        await asyncio.gather(*ahead, return_exceptions=True)
+        for left in await asyncio.gather(*ahead, return_exceptions=True):
+            if isinstance(left, Batch):
+                await attempts.discard(left.rollouts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -44,8 +45,20 @@ class GatewayClient:
         """After this nothing commits any more: what was in flight has ended."""
         await self._call("POST", f"/sessions/{session}/seal", {"reward": reward, "status": status})
 
-    async def delete(self, session: str) -> None:
-        await self._call("DELETE", f"/sessions/{session}")
+    async def release(self, sessions: Iterable[str]) -> list[str]:
+        """Delete sessions; unknown and repeated ids are ignored, and nothing is sent for none. Returns those released.
+
+        One that fails leaves the others alone; the first error is raised when all were tried.
+        """
+        deleting = [self._call("DELETE", f"/sessions/{session}") for session in dict.fromkeys(sessions)]
+        answers = await asyncio.gather(*deleting, return_exceptions=True)
+        released: list[str] = []
+        with boundary(RolloutError, "read what the gateway released"):
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+                released += answer["released"]
+        return released
 
     async def _call(self, method: str, path: str, body: object = None) -> Any:
         if self._client is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -39,12 +39,19 @@ class Attempts:
 
     async def run_all(self, attempts: list[tuple[Task, str]], *, traced: bool = True) -> list[Rollout]:
         """Run (task, group id) pairs; answers in their order. What is no RolloutError ends them all."""
+        running: list[asyncio.Task[Rollout]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self.run(task, group_id, traced=traced)) for task, group_id in attempts]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+                running += [group.create_task(self.run(task, group_id, traced=traced)) for task, group_id in attempts]
+        except BaseException as e:
+            await self.discard(task.result() for task in running if not task.cancelled() and not task.exception())
+            raise (e.exceptions[0] if isinstance(e, ExceptionGroup) else e) from None
         return [task.result() for task in running]
+
+    async def discard(self, rollouts: Iterable[Rollout]) -> None:
+        """Release the sessions of attempts that nobody will train on; a gateway that is gone holds none any more."""
+        with suppress(RolloutError):
+            await self.gateway.release(rollout.session for rollout in rollouts if rollout.session)
 
     async def run(self, task: Task, group_id: str, *, traced: bool = True) -> Rollout:
         """One attempt. Untraced ones (evaluation) leave no session behind."""
@@ -67,7 +74,7 @@ class Attempts:
                 if traced:
                     await self.gateway.seal(session.id, reward=rollout.reward, status=rollout.status)
                 else:
-                    await self.gateway.delete(session.id)
+                    await self.gateway.release([session.id])
         except RolloutError as e:
             rollout = _failed(rollout, e)
         return replace(rollout, seconds=time.monotonic() - started)
@@ -81,7 +88,7 @@ class Attempts:
             raise
         except BaseException:
             with suppress(RolloutError):
-                await self.gateway.delete(session)
+                await self.gateway.release([session])
             raise
 
     async def _scored(self, rollout: Rollout, session: SessionHandle) -> Rollout:

@@ -8,40 +8,43 @@ from typing import Any
 
 import numpy as np
 
+from stenograph.traces.experts import routed_experts
+from stenograph.traces.payloads import Payloads
 from stenograph.traces.trace import Node, Output, TraceTree
 from stenograph.types import Message, Sample
 
 
-def sample_row(sample: Sample) -> dict[str, Any]:
-    """A sample; arrays stay NumPy, the mask as 0 and 1."""
+def sample_row(sample: Sample, payloads: Payloads) -> dict[str, Any]:
+    """A sample; arrays stay NumPy, the mask as 0 and 1. Raises TraceError where its experts were freed."""
     fields = ("branch", "role", "rollout_id", "group_id", "task_id", "reward", "ids", "rollout_logprobs", "versions")
     row = {name: getattr(sample, name) for name in fields}
     row["loss_mask"] = sample.loss_mask.astype(np.uint8)
-    row["experts"] = _experts_row(sample)
+    row["experts"] = _experts_row(sample, payloads)
     row["turns"] = [asdict(span) for span in sample.turns]
     return row
 
 
-def _experts_row(sample: Sample) -> dict[str, Any] | None:
+def _experts_row(sample: Sample, payloads: Payloads) -> dict[str, Any] | None:
     """Routed experts as base64 of the array in C order, little-endian; `mask` is 1 where they are known."""
-    if sample.experts is None or sample.experts_mask is None:
+    if (routed := routed_experts(sample, payloads)) is None:
         return None
-    little = sample.experts.astype(sample.experts.dtype.newbyteorder("<"), order="C", copy=False)
+    experts, known = routed
+    little = experts.astype(experts.dtype.newbyteorder("<"), order="C", copy=False)
     return {
-        "dtype": sample.experts.dtype.name,
-        "shape": sample.experts.shape,
+        "dtype": experts.dtype.name,
+        "shape": experts.shape,
         "base64": base64.b64encode(little.data).decode(),
-        "mask": sample.experts_mask.astype(np.uint8),
+        "mask": known.astype(np.uint8),
     }
 
 
-def session_row(sample: Sample, tree: TraceTree) -> dict[str, Any]:
+def session_row(sample: Sample, tree: TraceTree, payloads: Payloads) -> dict[str, Any]:
     """A sample with its session's id, what was said on its branch, and the tools that stood there."""
     last = sample.turns[-1].turn
     tools = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tree.turn(last).tools]
     return {
         "session": sample.session,
-        **sample_row(sample),
+        **sample_row(sample, payloads),
         "messages": [message_row(message) for message in tree.said(last)],
         "tools": tools,
     }

@@ -10,6 +10,7 @@ from stenograph.errors import TraceError, UnknownSession
 from stenograph.traces.drift import Drift
 from stenograph.traces.equivalences import NAMES
 from stenograph.traces.matching import Match
+from stenograph.traces.payloads import Holder, MemoryPayloads, Payloads
 from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import Disposition, Ledger, Opening, SessionInfo, SessionRecord
 from stenograph.traces.trace import TraceTree, TurnState
@@ -20,6 +21,7 @@ class MemoryTraceStore:
     """A TraceStore that lives and dies with its process. `allowed` names the differences that matching accepts."""
 
     def __init__(self, allowed: Collection[str] = NAMES) -> None:
+        self.payloads: Payloads = MemoryPayloads()
         self._allowed = allowed
         self._lock = threading.RLock()
         self._sessions: dict[str, SessionRecord] = {}
@@ -50,8 +52,13 @@ class MemoryTraceStore:
             return self._held(session).match(conversation)
 
     def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
+        experts = [turn.experts for turn in turns if turn.experts is not None]
         with self._lock:
-            self._held(session).commit(parent, turns)
+            held = self._held(session)
+            if experts:
+                held.check(parent, turns)  # before anything is leased: a commit that fails leaves no lease behind
+                self.payloads.lease(experts, _holder(session))
+            held.commit(parent, turns)
 
     def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:
         with self._lock:
@@ -65,9 +72,12 @@ class MemoryTraceStore:
         with self._lock:
             self._held(session).seal(reward, status)
 
-    def samples(self, session: str, select: SelectConfig = DEFAULT) -> list[Sample]:
+    def samples(self, session: str, select: SelectConfig = DEFAULT, holder: Holder | None = None) -> list[Sample]:
         with self._lock:
-            return self._held(session).samples(select)
+            samples = self._held(session).samples(select)
+            if holder is not None:
+                self.payloads.lease([routing.payload for sample in samples for routing in sample.experts], holder)
+            return samples
 
     def ledger(self, session: str) -> Ledger:
         with self._lock:
@@ -88,6 +98,7 @@ class MemoryTraceStore:
             for session in sessions:
                 if (held := self._sessions.get(session)) is not None:
                     held.tree.release()
+                    self.payloads.release([_holder(session)])
                     self._by_key.pop(held.opening.key_digest, None)
                     del self._sessions[session]  # only now: nothing that failed may be out of reach
                     released.append(session)
@@ -101,3 +112,7 @@ class MemoryTraceStore:
         if held is None:
             raise UnknownSession(session)
         return held
+
+
+def _holder(session: str) -> Holder:
+    return Holder("session", session)

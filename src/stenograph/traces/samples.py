@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stenograph.errors import TraceError
+from stenograph.traces.experts import routings
 from stenograph.traces.selection import Branch, Selection
 from stenograph.traces.trace import TraceTree
-from stenograph.types import Mask, Sample, Sampling, Turn, TurnSpan
+from stenograph.types import Sample, Sampling, Turn, TurnSpan
 
 
 def mask_reason(sampling: Sampling) -> str | None:
@@ -37,7 +37,7 @@ def flatten(
 ) -> list[Sample]:
     """One sample per branch of `selection`, oldest first.
 
-    Raises TraceError, naming the turns, where some turns of a branch have routed experts and others have none.
+    Raises TraceError as `experts.routings` does.
     """
     return [_sample(session, tree, branch, reward, metadata) for branch in selection.branches]
 
@@ -58,7 +58,7 @@ def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None,
         if turn.id not in branch.trains or mask_reason(turn.sampling) is not None:
             loss_mask[start : start + len(turn.output_ids)] = False
     try:
-        experts, experts_mask = _experts(turns, len(ids))
+        experts = routings(turns)
     except TraceError as e:
         raise TraceError(f"session {session}, branch {branch.number}: {e}") from None
     spans = [_span(turn, start) for turn, start in turns]
@@ -78,8 +78,7 @@ def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None,
         rollout_logprobs=rollout_logprobs[kept],
         versions=versions[kept],
         turns=tuple(spans),
-        experts=None if experts is None else experts[kept],
-        experts_mask=None if experts_mask is None else experts_mask[kept],
+        experts=experts,
     )
 
 
@@ -87,35 +86,3 @@ def _span(turn: Turn, start: int) -> TurnSpan:
     end = start + len(turn.output_ids)
     sampling = turn.sampling
     return TurnSpan(turn.id, start, end, turn.ended_by, sampling.temperature, sampling.top_p, turn.logprobs_mode)
-
-
-def _experts(turns: Sequence[tuple[Turn, int]], length: int) -> tuple[NDArray[np.integer] | None, Mask | None]:
-    """Routing by input token, and where it is known; None for a dense model. `turns` with where their outputs start."""
-    sampled = [(turn, start) for turn, start in turns if len(turn.output_ids)]  # the others made no pass
-    routed = [(turn, start, turn.experts) for turn, start in sampled if turn.experts is not None]
-    if not routed:
-        return None, None
-    first, _, like = routed[0]
-    _check_experts(sampled, first, like)
-    experts = np.zeros((length, *like.shape[1:]), np.result_type(*{rows.dtype for _, _, rows in routed}))
-    known = np.zeros(length, np.bool_)
-    for turn, start, rows in reversed(routed):  # the pass that sampled counts, not one that read its tokens again
-        end = start + len(turn.output_ids) - 1  # no pass of this turn had its last token as input
-        experts[end - len(rows) : end] = rows
-        known[end - len(rows) : end] = True
-    return experts, known
-
-
-def _check_experts(turns: Sequence[tuple[Turn, int]], first: Turn, like: NDArray[np.integer]) -> None:
-    """Raise TraceError unless every turn has rows of experts as `first` has, and as many as it may have."""
-    for turn, start in turns:
-        rows, num_tokens = turn.experts, len(turn.output_ids)
-        if rows is None:
-            told = f"turn {first.id} has routed experts, turn {turn.id} has none; set engine.experts = true, "
-            raise TraceError(told + "so that a turn without them is refused when it is taken")
-        if rows.shape[1:] != like.shape[1:]:
-            told = f"turn {first.id} has experts {like.shape[1:]} a token, turn {turn.id} {rows.shape[1:]}; "
-            raise TraceError(told + "serve one model in one session")
-        if not num_tokens <= len(rows) < start + num_tokens:
-            told = f"turn {turn.id} has {len(rows)} rows of experts for {num_tokens} tokens after {start} others; "
-            raise TraceError(told + "have the engine return one for each pass, the one that sampled last at the end")

@@ -8,6 +8,7 @@ from typing import Protocol
 from stenograph.config import SelectConfig
 from stenograph.traces.drift import Drift
 from stenograph.traces.matching import Match
+from stenograph.traces.payloads import Holder, Payloads
 from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import Disposition, Ledger, Opening, SessionInfo
 from stenograph.traces.trace import TraceTree, TurnState
@@ -16,6 +17,11 @@ from stenograph.types import Conversation, Sample, Turn
 
 class TraceStore(Protocol):
     """Sessions and their turns. Every method may be called from any thread; unknown sessions raise TraceError."""
+
+    @property
+    def payloads(self) -> Payloads:
+        """What its turns hold by handle alone."""
+        ...
 
     def open(self, opening: Opening) -> None: ...
 
@@ -32,7 +38,10 @@ class TraceStore(Protocol):
         ...
 
     def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
-        """Record sibling turns that go on from `parent`, atomically: after an error nothing of them is there."""
+        """Record sibling turns that go on from `parent`, atomically: after an error nothing of them is there.
+
+        Their payloads are leased to the session with it. Raises TraceError where one was freed.
+        """
         ...
 
     def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:
@@ -45,9 +54,10 @@ class TraceStore(Protocol):
 
     def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None: ...
 
-    def samples(self, session: str, select: SelectConfig = DEFAULT) -> list[Sample]:
+    def samples(self, session: str, select: SelectConfig = DEFAULT, holder: Holder | None = None) -> list[Sample]:
         """The branches that `select` chooses, once settled those that it was settled by, flattened, oldest first.
 
+        Their payloads are leased to `holder`, so that they outlive the session's release, until its own.
         Raises TraceError, naming the turns, where a branch cannot be flattened truly.
         """
         ...
@@ -64,7 +74,7 @@ class TraceStore(Protocol):
         ...
 
     def release(self, sessions: Iterable[str]) -> list[str]:
-        """Forget sessions; unknown and repeated ids are ignored. Returns those released."""
+        """Forget sessions and end their leases; unknown and repeated ids are ignored. Returns those released."""
         ...
 
     def close(self) -> None:

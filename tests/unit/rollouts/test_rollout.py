@@ -129,7 +129,7 @@ async def test_a_gateway_that_is_gone_and_a_wrong_key_are_errors_of_the_attempt(
             async with client as runner.gateway:
                 assert (await runner.run(TASK, "g")).status == "error"
     with pytest.raises(RolloutError, match="async with"):
-        await GatewayClient(gateway.url, ADMIN_KEY).delete("steno_0")
+        await GatewayClient(gateway.url, ADMIN_KEY).release(["steno_0"])
 
 
 async def test_one_failure_leaves_its_siblings_alone() -> None:
