@@ -14,13 +14,14 @@ import pytest
 from stenograph.errors import TraceError
 from stenograph.traces.payloads import Holder, MemoryPayloads, Payloads
 from stenograph.types import Payload
+from support.payloads import is_there, opaque
 
 SESSION = Holder("session", "steno_1")
 REQUEST = Holder("request", "call")
 SAMPLE = Holder("sample", "step-000001")
 CHECKPOINT = Holder("checkpoint", "step-000001")
 HOLDERS = (SESSION, REQUEST, SAMPLE, CHECKPOINT)
-OPAQUE = np.frombuffer(b"anything at all", np.uint8)
+OPAQUE = opaque(b"anything at all")
 
 Factory = Callable[[pytest.FixtureRequest], Payloads]
 
@@ -33,14 +34,6 @@ def memory(request: pytest.FixtureRequest) -> Payloads:
 def payloads(request: pytest.FixtureRequest) -> Payloads:
     factory: Factory = request.param
     return factory(request)
-
-
-def is_there(payloads: Payloads, payload: Payload) -> bool:
-    try:
-        payloads.get(payload)
-    except TraceError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(
@@ -69,7 +62,9 @@ def test_equal_values_are_payloads_of_their_own(payloads: Payloads) -> None:
     assert payloads.get(other).tobytes() == OPAQUE.tobytes()
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(HOLDERS)), ids=lambda order: "-".join(h.kind for h in order))
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations(HOLDERS)), ids=lambda order: "-".join(h.kind for h in order)
+)
 def test_the_last_lease_frees_whatever_the_order(payloads: Payloads, order: tuple[Holder, ...]) -> None:
     payload = payloads.put(OPAQUE, order[2])
     for holder in (order[0], order[1], order[3]):

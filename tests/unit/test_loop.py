@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,16 @@ from stenograph.engines.scripted import ScriptedEngine
 from stenograph.errors import StenographError, TraceError
 from stenograph.loop import Loop
 from stenograph.rundir import RunDir
+from stenograph.traces.experts import routed_experts
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Ledger, Opening
+from stenograph.training.report import StepReport
 from stenograph.training.trainer import Trainer
-from stenograph.types import Rollout, Task, Turn
+from stenograph.types import Payload, Rollout, Sample, Task, Turn
 from stenograph.watching import Watchers
 from support.models import tiny_model
+from support.payloads import is_there, opaque
 from support.turns import make_turn
 
 UNLIMITED = {"max_logprob_difference_mean": 99, "max_logprob_difference_p99": 99}  # no model sampled these turns
@@ -33,6 +37,13 @@ CONFIG = {
     "select": {"max_tokens": 8},
 }
 ROUTED = np.zeros((2, 2, 2), np.uint8)
+
+
+STEPS = [f"step-{n:06d}-group-0" for n in (1, 2, 3)]
+AHEAD = {
+    "rollouts": {"num_groups": 1, "group_size": 2, "max_staleness": 1},
+    "training": {"steps": len(STEPS), "num_threads": 1, "device": "cpu"},
+}
 
 
 class Recorded:
@@ -47,6 +58,9 @@ class Recorded:
 
     async def release(self, sessions: Iterable[str]) -> list[str]:
         return self.store.release(sessions)
+
+    async def discard(self, rollouts: Iterable[Rollout]) -> None:
+        self.store.release(rollout.session for rollout in rollouts)
 
     def _run(self, n: int, task: Task, group: str) -> Rollout:
         session, reward = f"s{n}", float(n)
@@ -75,6 +89,61 @@ class Forgetful(MemoryTraceStore):
 
 async def on_engine(work: Coroutine[Any, Any, None]) -> None:
     await work
+
+
+class Holding(Recorded):
+    """Each attempt is a turn that holds opaque bytes."""
+
+    def __init__(self, store: MemoryTraceStore) -> None:
+        super().__init__(store)
+        self.held: dict[str, list[Payload]] = {}  # by group: a step's
+        self.next_is_done = threading.Event()  # what runs ahead of the step that is trained
+
+    async def run_all(self, pairs: Sequence[tuple[Task, str]]) -> list[Rollout]:
+        rollouts = await super().run_all(pairs)
+        if pairs[0][1] != STEPS[0]:
+            self.next_is_done.set()
+        return rollouts
+
+    async def release(self, sessions: Iterable[str]) -> list[str]:
+        if len(self.held) < len(STEPS):
+            self.next_is_done.clear()
+        return await super().release(sessions)
+
+    def _run(self, n: int, task: Task, group: str) -> Rollout:
+        session = f"{group}-{n}"
+        self.store.open(Opening(session, {"rollout_id": session, "group_id": group, "task_id": task.id}))
+        payload = self.store.payloads.put(opaque(b"abc"), Holder("request", session))
+        self.store.commit(session, None, replace(make_turn([1, 2], [3, 4, 5 + n]), experts=payload))
+        self.store.payloads.release([Holder("request", session)])
+        self.store.seal(session, float(n), "completed")
+        self.held.setdefault(group, []).append(payload)
+        return Rollout(session, group, task, session, float(n), "completed")
+
+    def there(self) -> list[tuple[str, int]]:
+        """How many payloads are there of each group that has any."""
+        there = [(group, sum(is_there(self.store.payloads, one) for one in held)) for group, held in self.held.items()]
+        return [(group, num_payloads) for group, num_payloads in there if num_payloads]
+
+
+class Reading(Trainer):
+    """Reads the experts of its samples, and notes what is there at each step; the step `fails_at` fails."""
+
+    def __init__(self, config: Config, attempts: Holding, fails_at: int | None = None) -> None:
+        super().__init__(tiny_model(), config)
+        self.attempts, self.fails_at = attempts, fails_at
+        self.there: list[list[tuple[str, int]]] = []
+
+    def step(self, samples: Sequence[Sample]) -> StepReport:
+        self.attempts.next_is_done.wait(20)
+        self.there.append(self.attempts.there())
+        for sample in samples:
+            experts = routed_experts(sample, self.attempts.store.payloads)
+            assert experts is not None
+            assert experts[0].tobytes() == b"\0abc\0"
+        if len(self.there) == self.fails_at:
+            raise ZeroDivisionError("a bug")
+        return super().step(samples)
 
 
 def loop(folder: Path, store: MemoryTraceStore, attempts: Recorded, **settings: Any) -> Loop:
@@ -134,3 +203,25 @@ async def test_a_step_without_a_selected_branch_says_what_to_change(tmp_path: Pa
         await run.train()
     assert [row["ledger"]["dropped"] for row in rows(tmp_path, "rollouts.jsonl")] == [{"unadopted": 2, "role": 7}] * 2
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["ledger"]["sampled"] == 18
+
+
+async def test_a_step_releases_what_its_batch_holds_and_not_what_waits(tmp_path: Path) -> None:
+    store = MemoryTraceStore()
+    attempts = Holding(store)
+    run = loop(tmp_path, store, attempts, **AHEAD)
+    run.trainer = trainer = Reading(run.config, attempts)
+    await run.train()
+    assert trainer.there == [[(STEPS[0], 2), (STEPS[1], 2)], [(STEPS[1], 2), (STEPS[2], 2)], [(STEPS[2], 2)]]
+    assert attempts.there() == []
+
+
+async def test_a_step_that_fails_lets_go_of_its_samples_and_of_what_waits(tmp_path: Path) -> None:
+    store = MemoryTraceStore()
+    attempts = Holding(store)
+    run = loop(tmp_path, store, attempts, **AHEAD)
+    run.trainer = Reading(run.config, attempts, fails_at=2)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        await run.train()
+    assert attempts.there() == [(STEPS[1], 2)]  # of its own sessions, which stay for whoever looks into it
+    store.release([f"{STEPS[1]}-0", f"{STEPS[1]}-1"])
+    assert attempts.there() == []

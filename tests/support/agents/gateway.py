@@ -15,7 +15,7 @@ ADMIN_KEY = "admin"
 
 @dataclass
 class FakeGateway:
-    """`failing` holds the actions ("open", "seal", "delete") that answer 500."""
+    """`failing` holds the actions ("open", "seal", "delete", or that of one session, "delete ID") that answer 500."""
 
     url: str = ""
     opened: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class FakeGateway:
     def _admit(self, request: web.Request, action: str) -> None:
         if request.headers.get("authorization") != f"Bearer {ADMIN_KEY}":
             raise web.HTTPUnauthorized
-        if action in self.failing:
+        if {action, f"{action} {request.match_info.get('id')}"} & self.failing:
             raise web.HTTPInternalServerError(text=f"no {action} today")
 
 

@@ -132,6 +132,25 @@ async def test_a_gateway_that_is_gone_and_a_wrong_key_are_errors_of_the_attempt(
         await GatewayClient(gateway.url, ADMIN_KEY).release(["steno_0"])
 
 
+async def test_sessions_are_released_each_once_and_nothing_is_sent_for_none() -> None:
+    async with attempts() as (runner, gateway):
+        names = [(await runner.run(TASK, "g")).session for _ in range(3)]
+        assert sorted(await runner.gateway.release([*names, *names])) == sorted(names)
+        assert sorted(gateway.deleted) == sorted(names)
+        assert await GatewayClient(gateway.url, ADMIN_KEY).release([]) == []  # it is not even open
+        assert await runner.gateway.release(name for name in ()) == []
+        assert len(gateway.deleted) == 3
+
+
+async def test_one_session_that_cannot_be_released_leaves_the_others_released_and_is_told() -> None:
+    async with attempts() as (runner, gateway):
+        names = [(await runner.run(TASK, "g")).session for _ in range(3)]
+        gateway.failing.add(f"delete {names[0]}")
+        with pytest.raises(RolloutError, match=f"answered 500 to DELETE /sessions/{names[0]}"):
+            await runner.gateway.release(names)
+        assert sorted(gateway.deleted) == sorted(names[1:])
+
+
 async def test_one_failure_leaves_its_siblings_alone() -> None:
     async def solve(task: Task, session: SessionHandle) -> str:
         if task.id == "1":
