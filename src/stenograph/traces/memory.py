@@ -10,7 +10,7 @@ from stenograph.errors import TraceError, UnknownSession
 from stenograph.traces.drift import Drift
 from stenograph.traces.equivalences import NAMES
 from stenograph.traces.matching import Match
-from stenograph.traces.payloads import Holder, MemoryPayloads, Payloads
+from stenograph.traces.payloads import Holder, MemoryPayloads, Payloads, leased
 from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import Disposition, Ledger, Opening, SessionInfo, SessionRecord
 from stenograph.traces.trace import TraceTree, TurnState
@@ -55,10 +55,8 @@ class MemoryTraceStore:
         experts = [turn.experts for turn in turns if turn.experts is not None]
         with self._lock:
             held = self._held(session)
-            if experts:
-                held.check(parent, turns)  # before anything is leased: a commit that fails leaves no lease behind
-                self.payloads.lease(experts, _holder(session))
-            held.commit(parent, turns)
+            with leased(self.payloads, experts, Holder("session", session)):
+                held.commit(parent, turns)
 
     def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:
         with self._lock:
@@ -98,7 +96,7 @@ class MemoryTraceStore:
             for session in sessions:
                 if (held := self._sessions.get(session)) is not None:
                     held.tree.release()
-                    self.payloads.release([_holder(session)])
+                    self.payloads.release([Holder("session", session)])
                     self._by_key.pop(held.opening.key_digest, None)
                     del self._sessions[session]  # only now: nothing that failed may be out of reach
                     released.append(session)
@@ -112,7 +110,3 @@ class MemoryTraceStore:
         if held is None:
             raise UnknownSession(session)
         return held
-
-
-def _holder(session: str) -> Holder:
-    return Holder("session", session)

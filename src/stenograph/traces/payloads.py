@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -97,6 +98,21 @@ class MemoryPayloads:
     def _check(self, payload: Payload) -> None:
         if payload.id not in self._values:
             raise freed(payload)
+
+
+@contextmanager
+def leased(payloads: Payloads, taken: Sequence[Payload], holder: Holder) -> Iterator[None]:
+    """Lease `taken` to `holder` if the block succeeds, and not at all if it fails.
+
+    Raises TraceError before it where one was freed; after it that cannot be, for they are held meanwhile.
+    """
+    committing = Holder("request", secrets.token_hex(8))
+    payloads.lease(taken, committing)
+    try:
+        yield
+        payloads.lease(taken, holder)
+    finally:
+        payloads.release([committing])
 
 
 def freed(payload: Payload) -> TraceError:

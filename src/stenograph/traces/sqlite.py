@@ -17,6 +17,7 @@ from stenograph.traces.equivalences import NAMES
 from stenograph.traces.journal import Journal
 from stenograph.traces.matching import Match
 from stenograph.traces.owners import Owner
+from stenograph.traces.payloads import Holder, MemoryPayloads, Payloads, leased
 from stenograph.traces.recovery import settled
 from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import Disposition, Ledger, Opening, SessionInfo, SessionRecord
@@ -54,6 +55,7 @@ class SqliteTraceStore:
         address: str = "",
     ) -> None:
         self.path = path
+        self.payloads: Payloads = MemoryPayloads()
         self._allowed = allowed
         self._keep = keep
         self._idle_s = idle_s
@@ -98,10 +100,12 @@ class SqliteTraceStore:
             self._hold(SessionRecord(opening, self._allowed))
 
     def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
+        experts = [turn.experts for turn in turns if turn.experts is not None]
         with self._lock:
             record = self._held(session)
             record.check(parent, turns)
-            self._written(session, lambda: self._journal.commit(record, parent, turns, self._owner.id))
+            with leased(self.payloads, experts, Holder("session", session)):
+                self._written(session, lambda: self._journal.commit(record, parent, turns, self._owner.id))
             before = record.num_bytes
             record.commit(parent, turns)
             self._num_bytes += record.num_bytes - before
@@ -140,6 +144,7 @@ class SqliteTraceStore:
             for session in known:
                 if (held := self._sessions.get(session)) is not None:
                     held.record.tree.release()
+                self.payloads.release([Holder("session", session)])
                 self._let_go(session)
             return known
 
@@ -172,9 +177,12 @@ class SqliteTraceStore:
         with self._lock:
             return self._held(session).match(conversation)
 
-    def samples(self, session: str, select: SelectConfig = DEFAULT) -> list[Sample]:
+    def samples(self, session: str, select: SelectConfig = DEFAULT, holder: Holder | None = None) -> list[Sample]:
         with self._lock:
-            return self._held(session).samples(select)
+            samples = self._held(session).samples(select)
+            if holder is not None:
+                self.payloads.lease([routing.payload for sample in samples for routing in sample.experts], holder)
+            return samples
 
     def ledger(self, session: str) -> Ledger:
         with self._lock:

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from stenograph.errors import TraceError
-from stenograph.types import Ids, Message, Reply, Sampling, Tool, ToolCall, Turn
+from stenograph.types import Ids, Message, Payload, Reply, Sampling, Tool, ToolCall, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def read(row: WrittenTurn, parent: Turn | None, shared_ids: Ids) -> Turn:
     )
 
 
-_ARRAYS = {"context_ids", "output_ids", "rollout_logprobs", "experts"}
+_ARRAYS = {"context_ids", "output_ids", "rollout_logprobs"}
 _VALUES = {field.name for field in fields(Turn)} - _ARRAYS - {"id", "messages", "reply"}
 
 
@@ -157,10 +157,19 @@ def _read_sampling(held: Mapping[str, Any]) -> Sampling:
     return Sampling(**{**held, "stop": tuple(held["stop"])})
 
 
-_WRITE = {"sampling": asdict, "tools": _tools}
+def _payload(payload: Payload | None) -> dict[str, Any] | None:
+    return None if payload is None else asdict(payload)
+
+
+def _read_payload(held: Mapping[str, Any] | None) -> Payload | None:
+    return None if held is None else Payload(held["id"], held["dtype"], tuple(held["shape"]))
+
+
+_WRITE = {"sampling": asdict, "tools": _tools, "experts": _payload}
 _READ = {
     "sampling": _read_sampling,
     "tools": _read_tools,
+    "experts": _read_payload,
     "versions": lambda held: tuple(tuple(span) for span in held),
     "accepted": tuple,
     "notes": tuple,

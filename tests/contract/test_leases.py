@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -15,6 +17,8 @@ from stenograph.traces.experts import routed_experts
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Opening
+from stenograph.traces.sqlite import SqliteTraceStore
+from stenograph.traces.store import TraceStore
 from stenograph.types import Payload, Turn
 from support.payloads import is_there, opaque
 from support.turns import make_turn
@@ -28,14 +32,15 @@ def holding(payload: Payload, *context: int) -> Turn:
     return replace(make_turn(context or [1], range(2, 2 + payload.shape[0])), experts=payload)
 
 
-@pytest.fixture
-def store() -> MemoryTraceStore:
-    store = MemoryTraceStore()
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TraceStore]:
+    store = MemoryTraceStore() if request.param == "memory" else SqliteTraceStore(tmp_path / "traces.db")
     store.open(Opening("s"))
-    return store
+    with closing(store):
+        yield store
 
 
-def taken(store: MemoryTraceStore, said: bytes, session: str = "s", *context: int) -> Payload:
+def taken(store: TraceStore, said: bytes, session: str = "s", *context: int) -> Payload:
     """Take a turn as the gateway does: put by the request, committed, let go of."""
     payload = store.payloads.put(opaque(said), REQUEST)
     store.commit(session, None, holding(payload, *context))
@@ -43,7 +48,7 @@ def taken(store: MemoryTraceStore, said: bytes, session: str = "s", *context: in
     return payload
 
 
-def test_a_commit_takes_the_lease_over_and_the_sessions_release_ends_it(store: MemoryTraceStore) -> None:
+def test_a_commit_takes_the_lease_over_and_the_sessions_release_ends_it(store: TraceStore) -> None:
     payload = taken(store, b"ab")
     assert store.payloads.get(payload).tobytes() == b"ab"
     assert store.release(["unknown", "s", "s"]) == ["s"]
@@ -52,7 +57,7 @@ def test_a_commit_takes_the_lease_over_and_the_sessions_release_ends_it(store: M
 
 
 @pytest.mark.parametrize("export_first", [True, False])
-def test_an_export_outlives_its_session_and_a_session_its_export(store: MemoryTraceStore, export_first: bool) -> None:
+def test_an_export_outlives_its_session_and_a_session_its_export(store: TraceStore, export_first: bool) -> None:
     payload = taken(store, b"ab")
     (sample,) = store.samples("s", holder=EXPORT)
     ends: list[Callable[[], object]] = [lambda: store.payloads.release([EXPORT]), lambda: store.release(["s"])]
@@ -67,14 +72,14 @@ def test_an_export_outlives_its_session_and_a_session_its_export(store: MemoryTr
         routed_experts(sample, store.payloads)
 
 
-def test_samples_that_nobody_holds_end_with_their_session(store: MemoryTraceStore) -> None:
+def test_samples_that_nobody_holds_end_with_their_session(store: TraceStore) -> None:
     payload = taken(store, b"ab")
     store.samples("s")
     store.release(["s"])
     assert not is_there(store.payloads, payload)
 
 
-def test_what_an_export_lets_go_of_is_still_there_for_the_next(store: MemoryTraceStore) -> None:
+def test_what_an_export_lets_go_of_is_still_there_for_the_next(store: TraceStore) -> None:
     payloads = [taken(store, b"ab")]
     for said in (b"cd", b"ef"):  # the same prompt again: a rollout that is tried anew in its session
         store.samples("s", holder=EXPORT)
@@ -86,7 +91,7 @@ def test_what_an_export_lets_go_of_is_still_there_for_the_next(store: MemoryTrac
     assert store.payloads.release([EXPORT]) == [payload.id for payload in payloads]
 
 
-def test_releasing_one_session_leaves_what_another_holds(store: MemoryTraceStore) -> None:
+def test_releasing_one_session_leaves_what_another_holds(store: TraceStore) -> None:
     store.open(Opening("waiting"))
     done, waiting = taken(store, b"ab"), taken(store, b"cd", "waiting")
     store.release(["s"])
@@ -94,7 +99,7 @@ def test_releasing_one_session_leaves_what_another_holds(store: MemoryTraceStore
     assert len(store.samples("waiting")) == 1
 
 
-def test_a_commit_that_fails_leaves_no_lease_behind(store: MemoryTraceStore) -> None:
+def test_a_commit_that_fails_leaves_no_lease_behind(store: TraceStore) -> None:
     first, second = (store.payloads.put(opaque(said), REQUEST) for said in (b"ab", b"cd"))
     turn = holding(first)
     store.commit("s", None, turn)
@@ -107,7 +112,7 @@ def test_a_commit_that_fails_leaves_no_lease_behind(store: MemoryTraceStore) -> 
     assert is_there(store.payloads, first)
 
 
-def test_a_turn_whose_payload_was_freed_is_not_recorded(store: MemoryTraceStore) -> None:
+def test_a_turn_whose_payload_was_freed_is_not_recorded(store: TraceStore) -> None:
     gone = store.payloads.put(opaque(b"ab"), REQUEST)
     store.payloads.release([REQUEST])
     there = store.payloads.put(opaque(b"cd"), REQUEST)
@@ -117,13 +122,34 @@ def test_a_turn_whose_payload_was_freed_is_not_recorded(store: MemoryTraceStore)
     assert store.payloads.release([REQUEST]) == [there.id]
 
 
-def test_one_that_does_not_fit_is_told_by_its_handle_and_nothing_is_leased(store: MemoryTraceStore) -> None:
+def test_one_that_does_not_fit_is_told_by_its_handle_and_nothing_is_leased(store: TraceStore) -> None:
     payload = store.payloads.put(opaque(b"abc"), REQUEST)
     store.commit("s", None, replace(make_turn([], [2, 3]), experts=payload))
     with pytest.raises(TraceError, match="3 rows of experts for 2 tokens after 0 others"):
         store.samples("s", holder=EXPORT)
     store.release(["s"])
     assert store.payloads.release([REQUEST]) == [payload.id]
+
+
+def test_a_turn_that_cannot_be_written_leaves_no_lease_behind(tmp_path: Path) -> None:
+    with closing(SqliteTraceStore(tmp_path / "traces.db")) as store:
+        store.open(Opening("s"))
+        payload = store.payloads.put(opaque(b"ab"), REQUEST)
+        with pytest.raises(TraceError, match="cannot be written"):
+            store.commit("s", None, replace(holding(payload), notes=(object(),)))
+        assert store.payloads.release([REQUEST]) == [payload.id]
+
+
+def test_a_session_that_was_let_go_from_memory_holds_what_it_held(tmp_path: Path) -> None:
+    with closing(SqliteTraceStore(tmp_path / "traces.db", memory_bytes=0)) as store:
+        for session in ("s", "other"):
+            store.open(Opening(session))
+        first, second = taken(store, b"ab"), taken(store, b"cd", "other")
+        assert [sample.experts[0].payload for sample in store.samples("s")] == [first]
+        assert store.payloads.get(first).tobytes() == b"ab"
+        store.samples("other")  # which makes room again
+        store.release(["s"])
+        assert (is_there(store.payloads, first), is_there(store.payloads, second)) == (False, True)
 
 
 SESSIONS = ("s0", "s1", "s2")
