@@ -14,12 +14,15 @@ from stenograph.traces.trace import Node, Output, TraceTree
 from stenograph.types import Message, Sample
 
 
-def sample_row(sample: Sample, payloads: Payloads) -> dict[str, Any]:
-    """A sample; arrays stay NumPy, the mask as 0 and 1. Raises TraceError where its experts were freed."""
+def sample_row(sample: Sample, payloads: Payloads | None = None) -> dict[str, Any]:
+    """A sample; arrays stay NumPy, the mask as 0 and 1. Raises TraceError where its experts were freed.
+
+    Without `payloads` there are none in it: those of a run that is read back went with their sessions.
+    """
     fields = ("branch", "role", "rollout_id", "group_id", "task_id", "reward", "ids", "rollout_logprobs", "versions")
     row = {name: getattr(sample, name) for name in fields}
     row["loss_mask"] = sample.loss_mask.astype(np.uint8)
-    row["experts"] = _experts_row(sample, payloads)
+    row["experts"] = None if payloads is None else _experts_row(sample, payloads)
     row["turns"] = [asdict(span) for span in sample.turns]
     return row
 
@@ -38,13 +41,13 @@ def _experts_row(sample: Sample, payloads: Payloads) -> dict[str, Any] | None:
     }
 
 
-def session_row(sample: Sample, tree: TraceTree, payloads: Payloads) -> dict[str, Any]:
+def session_row(sample: Sample, tree: TraceTree) -> dict[str, Any]:
     """A sample with its session's id, what was said on its branch, and the tools that stood there."""
     last = sample.turns[-1].turn
     tools = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tree.turn(last).tools]
     return {
         "session": sample.session,
-        **sample_row(sample, payloads),
+        **sample_row(sample),
         "messages": [message_row(message) for message in tree.said(last)],
         "tools": tools,
     }
