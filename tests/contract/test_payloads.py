@@ -13,6 +13,7 @@ import pytest
 
 from stenograph.errors import TraceError
 from stenograph.traces.payloads import Holder, MemoryPayloads, Payloads
+from stenograph.traces.sqlite import SqliteTraceStore
 from stenograph.types import Payload
 from support.payloads import is_there, opaque
 
@@ -30,7 +31,13 @@ def memory(request: pytest.FixtureRequest) -> Payloads:
     return MemoryPayloads()
 
 
-@pytest.fixture(params=[memory], ids=lambda factory: factory.__name__)
+def sqlite(request: pytest.FixtureRequest) -> Payloads:
+    store = SqliteTraceStore(request.getfixturevalue("tmp_path") / "traces.db")
+    request.addfinalizer(store.close)
+    return store.payloads
+
+
+@pytest.fixture(params=[memory, sqlite], ids=lambda factory: factory.__name__)
 def payloads(request: pytest.FixtureRequest) -> Payloads:
     factory: Factory = request.param
     return factory(request)

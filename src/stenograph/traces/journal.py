@@ -13,14 +13,17 @@ from types import TracebackType
 from typing import Any
 
 import orjson
+from numpy.typing import NDArray
 
 from stenograph.errors import ConfigError, OwnedElsewhere, TraceError, UnknownSession
 from stenograph.traces import schema
+from stenograph.traces.leases import Leases
 from stenograph.traces.owners import is_at_work
+from stenograph.traces.payloads import Holder
 from stenograph.traces.recovery import Event, Row, SetAside, restore
 from stenograph.traces.session import Opening, SessionRecord
 from stenograph.traces.written import Shared, WrittenTurn, write
-from stenograph.types import Turn
+from stenograph.types import Payload, Turn
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class Journal:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
+        self._leases = Leases(connection)
 
     @classmethod
     def writing(cls, path: Path) -> Journal:
@@ -134,6 +138,8 @@ class Journal:
                 arrays = (row.context_ids, row.output_ids, row.rollout_logprobs)
                 values = (session, row.id, row.parent, row.call, *beside, *arrays, row.record.decode(), row.checksum)
                 self._run(_INSERT_TURN, *values)
+            payloads = [turn.experts for turn in turns if turn.experts is not None]
+            self._leases.take(payloads, Holder("session", record.id), owner or "")
 
     def note(self, session: str, kind: str, record: Mapping[str, Any], owner: str | None) -> None:
         """Write down what became of a session."""
@@ -153,6 +159,7 @@ class Journal:
                 self._run("UPDATE sessions SET released_s = ?, owner = NULL WHERE id = ?", now, session)
                 if not self._opening(session)[0].traced:  # there is nothing to keep of it
                     self._run("DELETE FROM sessions WHERE id = ?", session)
+            self._leases.end([Holder("session", session) for session in sessions], "")
             if keep != "all":
                 num_kept = int(keep.removeprefix("last:")) if keep != "none" else 0
                 gone = "SELECT number FROM sessions WHERE released_s IS NOT NULL"
@@ -161,6 +168,28 @@ class Journal:
                     self._run("DELETE FROM events WHERE session = ?", number)
                     self._run("DELETE FROM turns WHERE session = ?", number)
                     self._run("DELETE FROM sessions WHERE number = ?", number)
+
+    # --- payloads ----------------------------------------------------------------------------------------------------
+
+    def put(self, payload: Payload, value: NDArray[Any], holder: Holder, owner: str) -> None:
+        with self._transaction():
+            self._leases.put(payload, value, holder, owner)
+
+    def value(self, payload: Payload) -> NDArray[Any]:
+        """Raises TraceError where it was freed."""
+        with _refused(self.path):
+            return self._leases.get(payload)
+
+    def lease(self, payloads: Iterable[Payload], holder: Holder, owner: str) -> None:
+        """Lease all, or none: raises TraceError where one was freed."""
+        with self._transaction():
+            self._leases.take(payloads, holder, owner)
+
+    def end_leases(self, holders: Iterable[Holder], owner: str) -> list[str]:
+        with self._transaction():
+            return self._leases.end(holders, owner)
+
+    # --- the log -----------------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> None:
         """Write the log back into the database, as far as nobody reads it."""
@@ -181,12 +210,14 @@ class Journal:
             for (other,) in self._run("SELECT id FROM owners").fetchall():
                 if not is_at_work(self.path, other):
                     self._run("DELETE FROM owners WHERE id = ?", other)
+                    self._leases.end_with(other)
             self._run("INSERT INTO owners VALUES (?, ?)", owner, address)
 
     def retire(self, owner: str) -> None:
         """`owner` is gone, and what it had is anyone's."""
         with self._transaction():
             self._run("DELETE FROM owners WHERE id = ?", owner)
+            self._leases.end_with(owner)
 
     def take(self, session: str, owner: str) -> None:
         """Make `session` this owner's.

@@ -58,7 +58,7 @@ class MemoryPayloads:
         self._leased: dict[Holder, dict[str, None]] = {}  # the same the other way round, in the order of leasing
 
     def put(self, value: NDArray[Any], holder: Holder) -> Payload:
-        payload = Payload(f"payload_{secrets.token_hex(8)}", value.dtype.name, value.shape)
+        payload = new_payload(value)
         value = value.view()
         value.flags.writeable = False
         with self._lock:
@@ -98,6 +98,11 @@ class MemoryPayloads:
     def _check(self, payload: Payload) -> None:
         if payload.id not in self._values:
             raise freed(payload)
+
+
+def new_payload(value: NDArray[Any]) -> Payload:
+    """A handle of its own for `value`."""
+    return Payload(f"payload_{secrets.token_hex(8)}", value.dtype.name, value.shape)
 
 
 @contextmanager

@@ -55,6 +55,18 @@ _STEPS: tuple[tuple[str, ...], ...] = (
         # Stores that are at work on the database, as long as their locks are held (`traces.owners`).
         "CREATE TABLE owners (id TEXT PRIMARY KEY, address TEXT NOT NULL)",
     ),
+    (
+        # What turns hold by handle alone, and for whom; `owner` is empty where the lease outlives its process.
+        "CREATE TABLE payloads (id TEXT PRIMARY KEY, data BLOB NOT NULL, checksum INTEGER NOT NULL)",
+        """CREATE TABLE leases (
+            payload TEXT NOT NULL REFERENCES payloads (id),
+            kind TEXT NOT NULL,
+            holder TEXT NOT NULL,
+            owner TEXT NOT NULL,
+            PRIMARY KEY (kind, holder, owner, payload)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX leases_by_payload ON leases (payload)",
+    ),
 )
 VERSION = len(_STEPS)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+
 from stenograph.config import SelectConfig
 from stenograph.errors import OwnedElsewhere, TraceError, UnknownSession
 from stenograph.traces.drift import Drift
@@ -17,12 +19,12 @@ from stenograph.traces.equivalences import NAMES
 from stenograph.traces.journal import Journal
 from stenograph.traces.matching import Match
 from stenograph.traces.owners import Owner
-from stenograph.traces.payloads import Holder, MemoryPayloads, Payloads, leased
+from stenograph.traces.payloads import Holder, Payloads, new_payload
 from stenograph.traces.recovery import settled
 from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import Disposition, Ledger, Opening, SessionInfo, SessionRecord
 from stenograph.traces.trace import TraceTree, TurnState
-from stenograph.types import Conversation, Sample, Turn
+from stenograph.types import Conversation, Payload, Sample, Turn
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,6 @@ class SqliteTraceStore:
         address: str = "",
     ) -> None:
         self.path = path
-        self.payloads: Payloads = MemoryPayloads()
         self._allowed = allowed
         self._keep = keep
         self._idle_s = idle_s
@@ -66,6 +67,7 @@ class SqliteTraceStore:
         self._journal = Journal.writing(path)
         self._owner = Owner(path)
         self._journal.enrol(self._owner.id, address)
+        self.payloads: Payloads = _Payloads(self._journal, self._lock, self._owner.id)
         self._closing = threading.Event()
         self._housekeeping = threading.Thread(target=self._keep_house, name="stenograph-journal", daemon=True)
         self._housekeeping.start()
@@ -100,12 +102,10 @@ class SqliteTraceStore:
             self._hold(SessionRecord(opening, self._allowed))
 
     def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
-        experts = [turn.experts for turn in turns if turn.experts is not None]
         with self._lock:
             record = self._held(session)
             record.check(parent, turns)
-            with leased(self.payloads, experts, Holder("session", session)):
-                self._written(session, lambda: self._journal.commit(record, parent, turns, self._owner.id))
+            self._written(session, lambda: self._journal.commit(record, parent, turns, self._owner.id))
             before = record.num_bytes
             record.commit(parent, turns)
             self._num_bytes += record.num_bytes - before
@@ -144,7 +144,6 @@ class SqliteTraceStore:
             for session in known:
                 if (held := self._sessions.get(session)) is not None:
                     held.record.tree.release()
-                self.payloads.release([Holder("session", session)])
                 self._let_go(session)
             return known
 
@@ -242,3 +241,40 @@ class SqliteTraceStore:
                     oldest_s = time.monotonic() - self._idle_s
                     for session in [name for name, held in self._sessions.items() if held.used_s < oldest_s]:
                         self._let_go(session)
+
+
+class _Payloads:
+    """Payloads in the journal, over its store's connection and lock."""
+
+    def __init__(self, journal: Journal, lock: threading.RLock, owner: str) -> None:
+        self._journal = journal
+        self._lock = lock
+        self._owner = owner
+        self._leasing: set[Holder] = set()  # of this process alone; most requests lease nothing
+
+    def put(self, value: NDArray[Any], holder: Holder) -> Payload:
+        payload = new_payload(value)
+        with self._lock:
+            self._journal.put(payload, value, holder, self._owner)
+            self._note(holder)
+        return payload
+
+    def get(self, payload: Payload) -> NDArray[Any]:
+        with self._lock:
+            return self._journal.value(payload)
+
+    def lease(self, payloads: Iterable[Payload], holder: Holder) -> None:
+        with self._lock:
+            self._journal.lease(payloads, holder, self._owner)
+            self._note(holder)
+
+    def release(self, holders: Iterable[Holder]) -> list[str]:
+        with self._lock:
+            known = [holder for holder in holders if holder.outlives_process or holder in self._leasing]
+            freed = self._journal.end_leases(known, self._owner) if known else []
+            self._leasing.difference_update(known)
+            return freed
+
+    def _note(self, holder: Holder) -> None:
+        if not holder.outlives_process:
+            self._leasing.add(holder)
