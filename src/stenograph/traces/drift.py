@@ -149,6 +149,8 @@ def _other(tree: TraceTree, turn: Turn, allowed: Collection[str]) -> tuple[str |
 
     It is the one that ids in the last reply name, else the last of those that say the same longest.
     """
+    if not turn.messages:  # nothing was asked, or nobody knows what
+        return None, 0
     last = next((message for message in reversed(turn.messages) if message.role == "assistant"), None)
     named = next((name for name in minted_turns(last) if name in tree), None) if last is not None else None
     if named is not None:  # and it is not what `turn` goes on from, or this would be no message of its own

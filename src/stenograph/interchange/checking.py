@@ -1,0 +1,82 @@
+"""A row from a file, in the types that rows have, or one line that says which row and column is not."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from stenograph.errors import ConfigError
+from stenograph.interchange.rows import ExpertsRow, Row
+
+_ARRAYS = {"ids": np.int32, "loss_mask": np.uint8, "rollout_logprobs": np.float32, "versions": np.int32}
+_ROUTED = ("uint8", "uint16", "int32")
+
+
+def checked(row: object) -> Row:
+    """Raises ConfigError naming the column."""
+    try:
+        found = cast("dict[str, Any]", msgspec.convert(_without_nulls(row), Row))
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{e}; write what docs/interchange.md says stands there") from None
+    for column, dtype in _ARRAYS.items():
+        found[column] = _array(found[column], dtype, column)
+        if len(found[column]) != len(found["ids"]):
+            raise ConfigError(f"{column} has {len(found[column])} entries for {len(found['ids'])} ids; give one for each")
+    if found["experts"] is not None:
+        found["experts"] = _experts(found["experts"], len(found["ids"]))
+    return cast("Row", found)
+
+
+def difference(row: Row, other: Row) -> str | None:
+    """The first column in which two rows differ."""
+    return next((name for name in Row.__annotations__ if not _equal(row[name], other[name])), None)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    return one == other
+
+
+def _without_nulls(row: object) -> object:
+    """Arrow gives every message all the fields; those that are not there are null."""
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        return row
+    messages = [
+        {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else message
+        for message in row["messages"]
+    ]
+    return {**row, "messages": messages}
+
+
+def _array(value: object, dtype: type[np.generic], column: str) -> NDArray[Any]:
+    """A flat array of numbers, none of them changed for being of `dtype`."""
+    try:
+        given = np.asarray(value)
+    except ValueError:
+        given = np.empty((0, 0))  # of lists that differ in length
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in ("biuf" if dtype is np.float32 else "biu")):
+        raise ConfigError(f"{column} is no list of {np.dtype(dtype).name}; give a number for each id")
+    array = given.astype(dtype)
+    exact = np.isfinite(array) if dtype is np.float32 else array == given
+    if not exact.all():
+        at = int(np.argmin(exact))
+        raise ConfigError(f"{column}[{at}] is {given[at]}, which is no {np.dtype(dtype).name}; give a number that is")
+    return array
+
+
+def _experts(row: ExpertsRow, num_tokens: int) -> ExpertsRow:
+    mask, shape = _array(row["mask"], np.uint8, "experts.mask"), row["shape"]
+    if row["dtype"] not in _ROUTED:
+        raise ConfigError(f"experts.dtype is {row['dtype']}; give one of {', '.join(_ROUTED)}")
+    if len(shape) != 3 or min(shape) < 0 or shape[0] != num_tokens or len(mask) != num_tokens:
+        told = f"experts of shape {shape} and a mask of {len(mask)} for {num_tokens} ids"
+        raise ConfigError(f"{told}; give [ids, layers, experts per token] and a mask entry for each id")
+    if len(row["data"]) != (num_bytes := int(np.prod(shape)) * np.dtype(row["dtype"]).itemsize):
+        raise ConfigError(f"experts.data has {len(row['data'])} bytes; its shape and dtype make {num_bytes}")
+    return {**row, "mask": mask}
