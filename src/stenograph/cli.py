@@ -17,8 +17,8 @@ from typer.exceptions import TyperException
 
 from stenograph import __version__, inspecting
 from stenograph.config_loading import load_config
-from stenograph.errors import ConfigError, StenographError, boundary
-from stenograph.rundir import open_journal, read_config
+from stenograph.errors import ConfigError, StenographError
+from stenograph.rundir import JOURNAL, RunDir, open_journal, read_config, read_select
 
 if TYPE_CHECKING:
     from stenograph.gateway.server import Gateway
@@ -122,20 +122,26 @@ def inspect(
 @app.command()
 def export(
     run: Run,
-    output: Annotated[Path, typer.Option("--output", "-o", help="the file to write")],
-    format: Annotated[str, typer.Option(help="jsonl")] = "jsonl",
+    output: Annotated[Path, typer.Option("--output", "-o", help="a file, which is overwritten; for hf a new folder")],
+    format: Annotated[str, typer.Option(metavar="jsonl|parquet|hf", help="hf: for datasets.load_from_disk")] = "jsonl",
 ) -> None:
-    """Write a run's samples, one branch a row."""
-    if format != "jsonl":
-        raise ConfigError(f"--format {format}: write jsonl")
-    from stenograph.traces.export import session_row
+    """Write a run's samples, one branch a row (docs/interchange.md); prints how many as JSON."""
+    from stenograph.interchange.exporting import export_run
 
-    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-    with open_journal(run) as journal, boundary(StenographError, f"write {output}"), output.open("wb") as file:
-        select = read_config(run).select
-        for record in map(journal.load, journal.sessions()):
-            for sample in record.samples(select):
-                file.write(orjson.dumps(session_row(sample, record.tree), option=options))
+    with open_journal(run) as journal:
+        _say({"file": str(output), **export_run(journal, output, format, read_select(run))})
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="what `steno export` wrote, in any format")],
+    run_dir: Annotated[Path, typer.Option(help="a new folder")],
+) -> None:
+    """Make a run of exported samples, to be inspected, replayed and exported again; prints how many as JSON."""
+    from stenograph.interchange.importing import import_run
+
+    RunDir.check(run_dir)
+    _say({"run": str(run_dir), **import_run(file, run_dir / JOURNAL)})
 
 
 def _decoder(run: Path) -> inspecting.Decode:

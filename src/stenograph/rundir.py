@@ -86,9 +86,20 @@ def read_config(run: Path) -> Config:
     with open_journal(run) as journal:
         config = journal.config()
     if config is None:
-        raise ConfigError(f"{run} does not say what it was recorded under; it was not written by steno serve or train")
+        raise ConfigError(f"{run} does not say what it was recorded under; put a config.toml with its [model] there")
     with boundary(ConfigError, f"read the configuration in {run}"):
         return Config.model_validate(tomllib.loads(config))
+
+
+def read_select(run: Path) -> SelectConfig:
+    """What of a run's sessions is selected, unless they were settled; the default, where the run does not say.
+
+    A run that was imported does not: all its sessions are settled.
+    """
+    if (run / "config.toml").is_file():
+        return load_config(run / "config.toml").select
+    with open_journal(run) as journal:
+        return SelectConfig() if journal.config() is None else read_config(run).select
 
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS

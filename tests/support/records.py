@@ -11,7 +11,19 @@ import numpy as np
 
 from stenograph.config import SelectConfig
 from stenograph.traces.session import Disposition, Opening, SessionRecord
-from stenograph.types import BranchRole, EndedBy, FinishReason, LogprobsMode, Message, Reply, Sampling, Tool, ToolCall, Turn
+from stenograph.types import (
+    BranchRole,
+    EndedBy,
+    FinishReason,
+    LogprobsMode,
+    Message,
+    Reply,
+    Role,
+    Sampling,
+    Tool,
+    ToolCall,
+    Turn,
+)
 
 WORDS = ("", "hi", "Grüße, 世界\n", '{"a": 1.0}', "\u0000 and \U0001f600", "  ")
 SAMPLINGS = (
@@ -58,7 +70,7 @@ def random_record(session: str, chance: random.Random, select: SelectConfig) -> 
         parents += [turn.id for turn in turns]
     record.seal(chance.choice([None, 0.0, 1.25]), chance.choice([None, "completed"]))
     if chance.random() < 0.5:
-        record.settle(Disposition("trained"), select)
+        record.settle(*record.ending(Disposition("trained"), select))
     return record
 
 
@@ -127,7 +139,7 @@ def _experts(start: int, num_tokens: int, chance: random.Random, routed: type | 
 
 
 def _message(chance: random.Random) -> Message:
-    role = chance.choice(["system", "user", "assistant", "tool"])
+    role: Role = chance.choice(get_args(Role))
     calls = _calls(chance) if role == "assistant" else ()
     answers = chance.choice([None, "call_1"]) if role == "tool" else None
     named = chance.choice([None, "turn_of_a_client"])

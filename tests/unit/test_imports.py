@@ -17,7 +17,7 @@ LAYERS = [
     {"rendering"},
     {"dialects"},
     {"traces"},
-    {"engines"},
+    {"engines", "interchange"},
     {"gateway"},
     {"tasks", "agents", "judges"},
     {"rollouts"},
@@ -37,6 +37,7 @@ FORBIDDEN = {
     "rollouts": {"torch", "stenograph.gateway"},
     "training": {"stenograph.gateway", "stenograph.rollouts"},
     "traces": {"torch"},
+    "interchange": {"torch"},
     "types": {"torch"},
     "errors": {"torch"},
 }

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stenograph.interchange.rows import Row
+from stenograph.interchange.columns import Row
 
 _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
 _EXPERTS = pa.struct(

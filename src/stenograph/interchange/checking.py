@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import msgspec
@@ -9,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stenograph.errors import ConfigError
-from stenograph.interchange.rows import ExpertsRow, Row
+from stenograph.interchange.columns import ExpertsRow, Row
 
 _ARRAYS = {"ids": np.int32, "loss_mask": np.uint8, "rollout_logprobs": np.float32, "versions": np.int32}
-_ROUTED = ("uint8", "uint16", "int32")
 
 
 def checked(row: object) -> Row:
@@ -23,8 +23,8 @@ def checked(row: object) -> Row:
         raise ConfigError(f"{e}; write what docs/interchange.md says stands there") from None
     for column, dtype in _ARRAYS.items():
         found[column] = _array(found[column], dtype, column)
-        if len(found[column]) != len(found["ids"]):
-            raise ConfigError(f"{column} has {len(found[column])} entries for {len(found['ids'])} ids; give one for each")
+        if (num := len(found[column])) != len(found["ids"]):
+            raise ConfigError(f"{column} has {num} entries for {len(found['ids'])} ids; give one for each")
     if found["experts"] is not None:
         found["experts"] = _experts(found["experts"], len(found["ids"]))
     return cast("Row", found)
@@ -72,8 +72,8 @@ def _array(value: object, dtype: type[np.generic], column: str) -> NDArray[Any]:
 
 def _experts(row: ExpertsRow, num_tokens: int) -> ExpertsRow:
     mask, shape = _array(row["mask"], np.uint8, "experts.mask"), row["shape"]
-    if row["dtype"] not in _ROUTED:
-        raise ConfigError(f"experts.dtype is {row['dtype']}; give one of {', '.join(_ROUTED)}")
+    if not re.fullmatch(r"u?int(8|16|32|64)", row["dtype"]):
+        raise ConfigError(f"experts.dtype is {row['dtype']}; give a type of integers, such as uint8")
     if len(shape) != 3 or min(shape) < 0 or shape[0] != num_tokens or len(mask) != num_tokens:
         told = f"experts of shape {shape} and a mask of {len(mask)} for {num_tokens} ids"
         raise ConfigError(f"{told}; give [ids, layers, experts per token] and a mask entry for each id")

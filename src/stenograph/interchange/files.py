@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args
 import orjson
 
 from stenograph.errors import ConfigError, StenographError, boundary
-from stenograph.interchange.rows import Row
+from stenograph.interchange.columns import Row
 
 Format = Literal["jsonl", "parquet", "hf"]
 
-_MOST_ROWS, _MOST_TOKENS = 1000, 2**20  # in a batch
+_MOST_ROWS, _MOST_TOKENS = 1000, 2**19  # in a batch
 _PARQUET = b"PAR1"  # what such a file begins with
 
 

@@ -1,4 +1,4 @@
-"""Rows as a folder of `datasets`, of the very bytes that Arrow wrote: nothing is inferred, nothing goes through Python."""
+"""Rows as a folder of `datasets`, of the very bytes that Arrow wrote: nothing of it is inferred."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
+from stenograph.errors import ConfigError
 from stenograph.interchange.arrow import NUM_READ, SCHEMA, batch_of, rows_of
-from stenograph.interchange.rows import Row
+from stenograph.interchange.columns import Row
 
 
 def write_hf(batches: Iterable[Sequence[Row]], path: Path) -> None:
-    """Make the folder `path`. Beside it stands meanwhile what `datasets` copies from."""
+    """Make the folder `path`. Beside it stands meanwhile what `datasets` copies from.
+
+    Raises ConfigError where there are no rows.
+    """
     stream = path.with_name(path.name + ".arrow")
     try:
         with pa.OSFile(str(stream), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             for rows in batches:
                 writer.write_batch(batch_of(rows))
+        written = datasets.Dataset.from_file(str(stream))
+        if not written.num_rows:
+            raise ConfigError("there are no rows to write, and `datasets` loads no folder without; export as parquet")
         with _quiet():
-            datasets.Dataset.from_file(str(stream)).save_to_disk(path)
+            written.save_to_disk(path)
     finally:
         stream.unlink(missing_ok=True)
 

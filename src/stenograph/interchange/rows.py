@@ -4,97 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import orjson
 
 from stenograph.config import SelectConfig
+from stenograph.interchange.columns import Called, CallRow, MessageRow, Row, ToolRow, TurnRow
+from stenograph.interchange.experts import experts_row
 from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import SessionRecord
 from stenograph.traces.trace import Output, TraceTree
-from stenograph.types import BranchRole, EndedBy, FinishReason, LogprobsMode, Message, Role, Sample, Turn, TurnSpan
-
-
-class Called(TypedDict):
-    name: str
-    arguments: str  # as the model wrote them
-
-
-class CallRow(TypedDict):
-    id: str
-    type: str
-    function: Called
-
-
-class MessageRow(TypedDict):
-    """A message of chat completions; `turn` names the turn that sampled it."""
-
-    role: Role
-    content: str
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[CallRow]]
-    tool_call_id: NotRequired[str]
-    name: NotRequired[str]
-    turn: NotRequired[str]
-
-
-class ToolRow(TypedDict):
-    name: str
-    description: str
-    parameters: str  # JSON
-
-
-class TurnRow(TypedDict):
-    """Whose output ids[start:end] is, and how it was sampled."""
-
-    turn: str
-    start: int
-    end: int
-    role: BranchRole
-    role_evidence: str
-    ended_by: EndedBy
-    finish_reason: FinishReason
-    stopped_by: str | None
-    sampling: dict[str, Any]  # every field of Sampling
-    temperature: float
-    top_p: float
-    logprobs_mode: LogprobsMode
-    accepted: list[str]
-    notes: list[str]
-    started_s: float
-    seconds: float
-
-
-class ExpertsRow(TypedDict):
-    """Routed experts: `data` is the array in C order, little-endian; `mask` is 1 where they are known."""
-
-    dtype: str
-    shape: list[int]
-    data: bytes
-    mask: Any  # uint8[tokens]
-
-
-class Row(TypedDict):
-    """The columns, in their order. Arrays are NumPy's, an entry a token."""
-
-    session: str
-    branch: int
-    role: BranchRole
-    rollout_id: str | None
-    group_id: str | None
-    task_id: str | None
-    reward: float | None
-    status: str | None
-    ids: Any  # int32
-    loss_mask: Any  # uint8
-    rollout_logprobs: Any  # float32
-    versions: Any  # int32
-    experts: ExpertsRow | None
-    turns: list[TurnRow]
-    messages: list[MessageRow]
-    tools: list[ToolRow]
-    metadata: str  # JSON
+from stenograph.types import Message, Sample, Tool, Turn, TurnSpan
 
 
 def session_rows(record: SessionRecord, select: SelectConfig = DEFAULT) -> Iterator[Row]:
@@ -121,10 +41,13 @@ def _row(sample: Sample, record: SessionRecord) -> Row:
         loss_mask=sample.loss_mask.astype(np.uint8),
         rollout_logprobs=sample.rollout_logprobs,
         versions=sample.versions,
-        experts=_experts(sample),
+        experts=experts_row(sample),
         turns=[_turn(span, tree.turn(span.turn)) for span in sample.turns],
         messages=_messages(tree, last),
-        tools=[ToolRow(name=t.name, description=t.description, parameters=_json(t.parameters)) for t in tree.turn(last).tools],
+        tools=[
+            ToolRow(name=t.name, description=t.description, parameters=_json(t.parameters))
+            for t in tree.turn(last).tools
+        ],
         metadata=_json(record.opening.metadata),
     )
 
@@ -132,18 +55,6 @@ def _row(sample: Sample, record: SessionRecord) -> Row:
 def _name(value: object) -> str | None:
     """A name as text: metadata may hold a number in its place."""
     return None if value is None else str(value)
-
-
-def _experts(sample: Sample) -> ExpertsRow | None:
-    """The passes that something in the row was sampled from; that over its last id is none of them."""
-    if sample.experts is None or sample.experts_mask is None:
-        return None
-    known = sample.experts_mask.copy()
-    known[-1:] = False
-    experts = np.where(known[:, None, None], sample.experts, 0).astype(sample.experts.dtype.newbyteorder("<"))
-    return ExpertsRow(
-        dtype=sample.experts.dtype.name, shape=list(experts.shape), data=experts.tobytes(), mask=known.astype(np.uint8)
-    )
 
 
 def _turn(span: TurnSpan, turn: Turn) -> TurnRow:
@@ -195,6 +106,10 @@ def _message(message: Message) -> MessageRow:
     if message.name:
         row["name"] = message.name
     return row
+
+
+def _tool(tool: Tool) -> ToolRow:
+    return ToolRow(name=tool.name, description=tool.description, parameters=_json(tool.parameters))
 
 
 def _json(value: object) -> str:

@@ -1,0 +1,41 @@
+"""A run's journal as a file; a session is in memory only while its rows are written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from stenograph.config import SelectConfig
+from stenograph.errors import TraceError
+from stenograph.interchange import files
+from stenograph.interchange.columns import Row
+from stenograph.interchange.rows import session_rows
+from stenograph.traces.journal import Journal
+
+log = logging.getLogger(__name__)
+
+
+def export_run(journal: Journal, path: Path, format: str, select: SelectConfig) -> dict[str, int]:
+    """Write the branches that a journal's sessions were settled by, else those that `select` chooses. Returns counts.
+
+    A session that cannot be flattened is left out, counted and logged. Raises as `files.write` does.
+    """
+    counts = {"sessions": 0, "rows": 0, "left_out": 0}
+    files.write(_rows(journal, select, counts), path, format)
+    return counts
+
+
+def _rows(journal: Journal, select: SelectConfig, counts: dict[str, int]) -> Iterator[Row]:
+    for name in journal.sessions():
+        record = journal.load(name)
+        num_before = counts["rows"]
+        try:
+            for row in session_rows(record, select):
+                counts["rows"] += 1
+                yield row
+        except TraceError as e:
+            counts["left_out"] += 1
+            log.warning("left out: %s", e)
+        counts["sessions"] += counts["rows"] > num_before
+        record.tree.release()
