@@ -39,7 +39,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-CHANGES: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
+CHANGES: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     "missing column": (lambda rows: rows[1].pop("ids"), "row 2: Object missing required field `ids`"),
     "another type": (lambda rows: rows[1]["turns"][0].update(start="x"), r"row 2: .*\$\.turns\[0\]\.start"),
     "another role": (lambda rows: rows[1]["messages"][0].update(role="judge"), r"row 2: .*\$\.messages\[0\]\.role"),
@@ -62,18 +62,27 @@ CHANGES: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
     ),
     "not base64": (lambda rows: rows[1].update(experts={"data": "?"}), "could not read experts.data in line 2"),
     "another path": (lambda rows: rows[1]["ids"].__setitem__(2, 9), "row 2: column ids does not follow"),
-    "a mask where nothing was sampled": (lambda rows: rows[1]["loss_mask"].__setitem__(0, 1), "row 2: column loss_mask"),
+    "a mask where nothing was sampled": (
+        lambda rows: rows[1]["loss_mask"].__setitem__(0, 1),
+        "row 2: column loss_mask",
+    ),
     "half a mask": (lambda rows: rows[0]["loss_mask"].__setitem__(2, 0), "row 1: column loss_mask"),
     "a span beyond the end": (lambda rows: rows[2]["turns"][0].update(end=9), "row 3: column turns"),
     "another reply": (lambda rows: rows[1]["messages"][1].update(content="?"), "row 2: column messages"),
     "no mark": (lambda rows: [m.pop("turn", 0) for m in rows[2]["messages"]], "row 3: column messages"),
     "another reward": (lambda rows: rows[1].update(reward=3.0), "row 2: column reward"),
     "another group": (lambda rows: rows[2].update(group_id="g"), "row 3: column group_id"),
-    "no turns": (lambda rows: rows[2].update(turns=[]), "row 3: its session cannot be put together: a row has no turns"),
+    "no turns": (
+        lambda rows: rows[2].update(turns=[]),
+        "row 3: its session cannot be put together: a row has no turns",
+    ),
     "metadata": (lambda rows: rows[2].update(metadata="[]"), "row 3: .* its metadata is no JSON object"),
     "no JSON": (lambda rows: rows[2].update(metadata="{"), "row 3: its session cannot be put together: unexpected end"),
     "twice": (lambda rows: rows.insert(1, dict(rows[0])), "row 1: .* a branch is there twice"),
-    "apart": (lambda rows: rows.append(rows.pop(0)), "row 3: session steno_1 again; put the rows of a session together"),
+    "apart": (
+        lambda rows: rows.append(rows.pop(0)),
+        "row 3: session steno_1 again; put the rows of a session together",
+    ),
     "a circle": (
         lambda rows: rows[0]["turns"].reverse(),
         "row 1: its session cannot be put together: turns go on from one another",
@@ -105,7 +114,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=told):
             list(read_sessions(path))
-    with pytest.raises(ConfigError, match="could not read .* as hf"):
+    with pytest.raises(ConfigError, match=r"could not read .* as hf"):
         list(read_sessions(tmp_path))
     with pytest.raises(ConfigError, match="does not exist; give a file that `steno export` wrote"):
         list(read_sessions(tmp_path / "none"))

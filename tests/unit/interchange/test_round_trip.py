@@ -136,4 +136,3 @@ def test_arrays_have_the_types_that_the_columns_promise(tmp_path: Path) -> None:
         for row in imported(tmp_path / format):
             kinds = [row[name].dtype for name in ("ids", "loss_mask", "rollout_logprobs", "versions")]
             assert kinds == [np.int32, np.uint8, np.float32, np.int32]
-
