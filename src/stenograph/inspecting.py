@@ -17,7 +17,7 @@ from rich.tree import Tree
 
 from stenograph.config import SelectConfig
 from stenograph.errors import ConfigError, boundary
-from stenograph.rundir import open_journal, read_config, read_rows
+from stenograph.rundir import open_journal, read_rows, read_select
 from stenograph.traces.export import session_row
 from stenograph.traces.samples import flatten
 from stenograph.traces.selection import selected
@@ -163,7 +163,7 @@ def _session_rows(run: Path, name: str) -> list[dict[str, Any]]:
             raise ConfigError(f"--session {name}: no such session in {run}; `steno inspect {run}` lists some")
         record = journal.load(names[0])
     trained: dict[str, Mask] = {}
-    for sample in record.samples(read_config(run).select):
+    for sample in record.samples(read_select(run)):
         for span in sample.turns:
             mask = sample.loss_mask[span.start : span.end]
             trained[span.turn] = trained.get(span.turn, mask) | mask

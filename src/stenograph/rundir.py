@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import tomli_w
 
-from stenograph.config import Config
+from stenograph.config import Config, SelectConfig
 from stenograph.config_loading import load_config
 from stenograph.errors import ConfigError, StenographError, boundary
 from stenograph.traces.journal import Journal
@@ -96,10 +96,11 @@ def read_select(run: Path) -> SelectConfig:
 
     A run that was imported does not: all its sessions are settled.
     """
-    if (run / "config.toml").is_file():
-        return load_config(run / "config.toml").select
-    with open_journal(run) as journal:
-        return SelectConfig() if journal.config() is None else read_config(run).select
+    if not (run / "config.toml").is_file():
+        with open_journal(run) as journal:
+            if journal.config() is None:
+                return SelectConfig()
+    return read_config(run).select
 
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS

@@ -8,7 +8,6 @@ import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType

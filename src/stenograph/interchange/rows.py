@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import cast
 
 import numpy as np
 import orjson
 
 from stenograph.config import SelectConfig
-from stenograph.interchange.columns import Called, CallRow, MessageRow, Row, ToolRow, TurnRow
+from stenograph.interchange.columns import MessageRow, Row, ToolRow, TurnRow
 from stenograph.interchange.experts import experts_row
+from stenograph.traces.export import message_row
 from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import SessionRecord
 from stenograph.traces.trace import Output, TraceTree
-from stenograph.types import Message, Sample, Tool, Turn, TurnSpan
+from stenograph.types import Sample, Tool, Turn, TurnSpan
 
 
 def session_rows(record: SessionRecord, select: SelectConfig = DEFAULT) -> Iterator[Row]:
@@ -85,27 +87,10 @@ def _messages(tree: TraceTree, last: str) -> list[MessageRow]:
     while output is not None:
         sampled[output.num_messages - 1] = output.turn.id
         output = output.before
-    rows = [_message(message) for message in tree.said(last)]
+    rows = [cast("MessageRow", message_row(message)) for message in tree.said(last)]
     for place, turn in sampled.items():
         rows[place]["turn"] = turn
     return rows
-
-
-def _message(message: Message) -> MessageRow:
-    """Empty fields are left out."""
-    row = MessageRow(role=message.role, content=message.content)
-    if message.reasoning:
-        row["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        row["tool_calls"] = [
-            CallRow(id=call.id, type="function", function=Called(name=call.name, arguments=call.arguments))
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        row["tool_call_id"] = message.tool_call_id
-    if message.name:
-        row["name"] = message.name
-    return row
 
 
 def _tool(tool: Tool) -> ToolRow:

@@ -1,4 +1,4 @@
-"""Samples, trees and conversations as plain rows: the columns of `/samples`, `sessions.jsonl` and `steno export`."""
+"""Samples, trees and conversations as plain rows: what `/samples`, `/tree` and `steno inspect` show."""
 
 from __future__ import annotations
 

@@ -123,5 +123,5 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_a_refused_import_leaves_no_journal(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     rows[2]["ids"].pop()
     with pytest.raises(ConfigError, match=re.escape("row 3: loss_mask has 2 entries for 1 ids")):
-        import_run(write(tmp_path / "file", rows), tmp_path / "run")
+        import_run(write(tmp_path / "file", rows), tmp_path / "run" / "traces.db")
     assert list((tmp_path / "run").iterdir()) == []
