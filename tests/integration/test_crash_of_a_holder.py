@@ -50,7 +50,7 @@ def test_a_killed_process_holds_nothing_but_what_its_sessions_and_checkpoints_do
         assert there == {"request": False, "sample": False, "checkpoint": True, "session": True}
         (sample,) = store.samples("s", holder=Holder("sample", "2"))
         assert store.release(["s"]) == ["s"]
-        routed = routed_experts(sample, store.payloads)  # for whoever had its sample, it is there all the same
+        routed = routed_experts(sample, store.payloads.get)  # for whoever had its sample, it is there all the same
         assert routed is not None
         assert routed[0].reshape(4, 2).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0]]
         assert routed[1].tolist() == [False, True, True, False]

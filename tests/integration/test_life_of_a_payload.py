@@ -154,7 +154,7 @@ async def test_a_new_rollout_of_an_exported_session_frees_nothing_of_its_tree() 
         await session.ask(ASK)
         assert store.payloads.release([EXPORT]) == []
         assert len(held_by(store, session.id)) == 2
-        assert routed_experts(sample, store.payloads) is not None
+        assert routed_experts(sample, store.payloads.get) is not None
         rows = await client.json("GET", f"/sessions/{session.id}/samples")
         assert [row["experts"]["shape"] for row in rows] == [[len(row["ids"])] for row in rows]
         store.samples(session.id, holder=EXPORT)

@@ -10,6 +10,10 @@ from typing import get_args
 import numpy as np
 
 from stenograph.config import SelectConfig
+from stenograph.interchange.columns import Row
+from stenograph.interchange.rows import session_rows
+from stenograph.traces.payloads import Holder, MemoryPayloads
+from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import Disposition, Opening, SessionRecord
 from stenograph.types import (
     BranchRole,
@@ -17,6 +21,7 @@ from stenograph.types import (
     FinishReason,
     LogprobsMode,
     Message,
+    Payload,
     Reply,
     Role,
     Sampling,
@@ -48,6 +53,9 @@ SELECTS = (
 )
 
 
+_PAYLOADS = MemoryPayloads()  # of all of them
+
+
 def random_records(seed: int, number: int) -> Iterator[tuple[SessionRecord, SelectConfig]]:
     """Sessions and how they are to be selected; every other one is settled so."""
     chance = random.Random(seed)
@@ -72,6 +80,10 @@ def random_record(session: str, chance: random.Random, select: SelectConfig) -> 
     if chance.random() < 0.5:
         record.settle(*record.ending(Disposition("trained"), select))
     return record
+
+
+def rows_of(record: SessionRecord, select: SelectConfig = DEFAULT) -> Iterator[Row]:
+    return session_rows(record, _PAYLOADS.get, select)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +141,13 @@ def _ids(chance: random.Random, low: int, high: int) -> list[int]:
     return [chance.randint(0, 2) for _ in range(chance.randint(low, high))]
 
 
-def _experts(start: int, num_tokens: int, chance: random.Random, routed: type | None) -> np.ndarray | None:
+def _experts(start: int, num_tokens: int, chance: random.Random, routed: type | None) -> Payload | None:
     if routed is None or not num_tokens:
         return None
     rows = chance.choice([num_tokens, start + num_tokens - 1, chance.randint(num_tokens, start + num_tokens - 1)])
     dtype = chance.choice([np.uint8, routed])
     values = [chance.randint(0, 1) for _ in range(rows * 4)]
-    return np.array(values, dtype).reshape(rows, 2, 2)
+    return _PAYLOADS.put(np.array(values, dtype).reshape(rows, 2, 2), Holder("checkpoint", "random"))
 
 
 def _message(chance: random.Random) -> Message:

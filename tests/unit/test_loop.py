@@ -138,7 +138,7 @@ class Reading(Trainer):
         self.attempts.next_is_done.wait(20)
         self.there.append(self.attempts.there())
         for sample in samples:
-            experts = routed_experts(sample, self.attempts.store.payloads)
+            experts = routed_experts(sample, self.attempts.store.payloads.get)
             assert experts is not None
             assert experts[0].tobytes() == b"\0abc\0"
         if len(self.there) == self.fails_at:

@@ -101,7 +101,7 @@ class SessionRoutes:
         store, exported = self._sessions.store, Holder("sample", secrets.token_hex(8))
         try:
             samples = store.samples(session, self._select, exported)
-            return [sample_row(sample, store.payloads) for sample in samples]
+            return [sample_row(sample, store.payloads.get) for sample in samples]
         finally:
             store.payloads.release([exported])
 

@@ -7,21 +7,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stenograph.errors import TraceError
 from stenograph.interchange.columns import ExpertsRow, Row, TurnRow
+from stenograph.traces.experts import routed_experts
+from stenograph.traces.payloads import Read
 from stenograph.types import Sample
 
 Passes = NDArray[np.integer]  # [passes, layers, experts per token]
 
 
-def experts_row(sample: Sample) -> ExpertsRow | None:
-    """The passes that something in the row was sampled from; that over its last id is none of them."""
-    if sample.experts is None or sample.experts_mask is None:
+def experts_row(sample: Sample, read: Read) -> ExpertsRow | None:
+    """The passes that something in the row was sampled from; that over its last id is none of them.
+
+    None for a dense model, and where they were freed with their session.
+    """
+    try:
+        routed = routed_experts(sample, read)
+    except TraceError:
         return None
-    known = sample.experts_mask.copy()
+    if routed is None:
+        return None
+    experts, known = routed
     known[-1:] = False
-    experts = np.where(known[:, None, None], sample.experts, 0).astype(sample.experts.dtype.newbyteorder("<"))
+    written = np.where(known[:, None, None], experts, 0).astype(experts.dtype.newbyteorder("<"))
     return ExpertsRow(
-        dtype=sample.experts.dtype.name, shape=list(experts.shape), data=experts.tobytes(), mask=known.astype(np.uint8)
+        dtype=experts.dtype.name, shape=list(written.shape), data=written.tobytes(), mask=known.astype(np.uint8)
     )
 
 

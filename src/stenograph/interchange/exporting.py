@@ -31,7 +31,7 @@ def _rows(journal: Journal, select: SelectConfig, counts: dict[str, int]) -> Ite
         record = journal.load(name)
         num_before = counts["rows"]
         try:
-            for row in session_rows(record, select):
+            for row in session_rows(record, journal.value, select):
                 counts["rows"] += 1
                 yield row
         except TraceError as e:

@@ -65,7 +65,7 @@ def _proven(path: Path, rows: Sequence[Numbered]) -> Session:
     try:
         session = session_of([row for _, row in rows])
         record = session.record()
-        again = list(session_rows(record))
+        again = list(session_rows(record, session.read))
         record.tree.release()
     except (msgspec.ValidationError, TraceError, ValueError) as e:  # of JSON too
         told = f"{path}, row {rows[0][0]}: its session cannot be put together: {e}"

@@ -13,22 +13,23 @@ from stenograph.config import SelectConfig
 from stenograph.interchange.columns import MessageRow, Row, ToolRow, TurnRow
 from stenograph.interchange.experts import experts_row
 from stenograph.traces.export import message_row
+from stenograph.traces.payloads import Read
 from stenograph.traces.selection import DEFAULT
 from stenograph.traces.session import SessionRecord
 from stenograph.traces.trace import Output, TraceTree
 from stenograph.types import Sample, Tool, Turn, TurnSpan
 
 
-def session_rows(record: SessionRecord, select: SelectConfig = DEFAULT) -> Iterator[Row]:
+def session_rows(record: SessionRecord, read: Read, select: SelectConfig = DEFAULT) -> Iterator[Row]:
     """The branches that the session was settled by, else those that `select` chooses, oldest first.
 
-    Raises TraceError where a branch cannot be flattened.
+    `read` gives what its turns hold by handle alone. Raises TraceError where a branch cannot be flattened.
     """
     for sample in record.samples(select):
-        yield _row(sample, record)
+        yield _row(sample, record, read)
 
 
-def _row(sample: Sample, record: SessionRecord) -> Row:
+def _row(sample: Sample, record: SessionRecord, read: Read) -> Row:
     tree, last = record.tree, sample.turns[-1].turn
     return Row(
         session=sample.session,
@@ -43,13 +44,10 @@ def _row(sample: Sample, record: SessionRecord) -> Row:
         loss_mask=sample.loss_mask.astype(np.uint8),
         rollout_logprobs=sample.rollout_logprobs,
         versions=sample.versions,
-        experts=experts_row(sample),
+        experts=experts_row(sample, read),
         turns=[_turn(span, tree.turn(span.turn)) for span in sample.turns],
         messages=_messages(tree, last),
-        tools=[
-            ToolRow(name=t.name, description=t.description, parameters=_json(t.parameters))
-            for t in tree.turn(last).tools
-        ],
+        tools=[_tool(tool) for tool in tree.turn(last).tools],
         metadata=_json(record.opening.metadata),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -13,11 +13,12 @@ import orjson
 from stenograph.interchange.columns import MessageRow, Row, TurnRow
 from stenograph.interchange.experts import Passes, agreed, known_passes
 from stenograph.traces.journal import Journal
+from stenograph.traces.payloads import Holder, new_payload
 from stenograph.traces.recovery import settled
 from stenograph.traces.selection import Branch, Selection
 from stenograph.traces.session import Opening, SessionRecord
 from stenograph.traces.trace import EMPTY
-from stenograph.types import Ids, Message, Reply, Sampling, Tool, ToolCall, Turn
+from stenograph.types import Ids, Message, Payload, Reply, Sampling, Tool, ToolCall, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class Session:
     selection: Selection
     reward: float | None
     status: str | None
+    passes: Mapping[Payload, Passes]  # what the turns hold by handle alone
+
+    def read(self, payload: Payload) -> Passes:
+        return self.passes[payload]
 
     def record(self) -> SessionRecord:
         """The session in memory, sealed, its samples selected."""
@@ -40,9 +45,11 @@ class Session:
         return record
 
     def write(self, journal: Journal) -> None:
-        """The same in a journal, released: it was recorded to its end elsewhere."""
+        """The same in a journal, released: it was recorded to its end elsewhere. Its payloads stay all the same."""
         record = SessionRecord(self.opening)
         journal.open(self.opening, record.allowed, None)
+        for payload, passes in self.passes.items():
+            journal.put(payload, passes, _IMPORTED, "")
         for parent, turn in self.commits:
             journal.commit(record, parent, [turn], None)
             record.commit(parent, [turn])
@@ -50,6 +57,9 @@ class Session:
         journal.note(record.id, "settle", settled({}, self.selection), None)
         journal.release([record.id], "all")
         record.tree.release()
+
+
+_IMPORTED = Holder("checkpoint", "imported")
 
 
 def session_of(rows: Sequence[Row]) -> Session:
@@ -68,7 +78,8 @@ def session_of(rows: Sequence[Row]) -> Session:
         _read_turns(row, found)
     opening = Opening(rows[0]["session"], metadata)
     selection = Selection(tuple(branches), {})
-    return Session(opening, list(_commits(found)), selection, rows[0]["reward"], rows[0]["status"])
+    commits = list(_commits(found))
+    return Session(opening, commits, selection, rows[0]["reward"], rows[0]["status"], found.payloads)
 
 
 def _branch(row: Row) -> Branch:
@@ -112,6 +123,7 @@ class _Found:
 
     told: dict[str, _Told] = field(default_factory=dict)
     sampled: dict[str, _Sampled] = field(default_factory=dict)
+    payloads: dict[Payload, Passes] = field(default_factory=dict)
 
 
 def _read_messages(row: Row, found: _Found) -> None:
@@ -218,7 +230,7 @@ def _turn(found: _Found, name: str) -> Turn:
         accepted=tuple(span["accepted"]),
         notes=tuple(span["notes"]),
         stopped_by=span["stopped_by"],
-        experts=_own_passes(found, sampled),
+        experts=_kept(found, _own_passes(found, sampled)),
         started_s=span["started_s"],
         seconds=span["seconds"],
     )
@@ -228,6 +240,14 @@ def _versions(versions: Ids) -> tuple[tuple[int, int], ...]:
     """Where the policy version changes, and to what."""
     starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
     return tuple((int(start), int(versions[start])) for start in starts)
+
+
+def _kept(found: _Found, passes: Passes | None) -> Payload | None:
+    if passes is None:
+        return None
+    payload = new_payload(passes)
+    found.payloads[payload] = passes
+    return payload
 
 
 def _own_passes(found: _Found, sampled: _Sampled) -> Passes | None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stenograph.errors import TraceError
-from stenograph.traces.payloads import Payloads
+from stenograph.traces.payloads import Read
 from stenograph.types import Mask, Payload, Routing, Sample, Turn
 
 
@@ -27,7 +27,7 @@ def routings(turns: Sequence[tuple[Turn, int]]) -> tuple[Routing, ...]:
     return tuple(Routing(payload, start + len(turn.output_ids) - 1) for turn, start, payload in routed)
 
 
-def routed_experts(sample: Sample, payloads: Payloads) -> tuple[NDArray[Any], Mask] | None:
+def routed_experts(sample: Sample, read: Read) -> tuple[NDArray[Any], Mask] | None:
     """Experts [tokens, layers, experts per token] and where they are known [tokens], 0 elsewhere; None without any.
 
     experts[i] is the routing of the forward pass whose input is ids[i]. Raises TraceError where one was freed.
@@ -39,7 +39,7 @@ def routed_experts(sample: Sample, payloads: Payloads) -> tuple[NDArray[Any], Ma
     experts = np.zeros((length, *sample.experts[0].payload.shape[1:]), dtype)
     known = np.zeros(length, np.bool_)
     for routing in reversed(sample.experts):  # the pass that sampled counts, not one that read its tokens again
-        rows = payloads.get(routing.payload)
+        rows = read(routing.payload)
         start, end = routing.end - len(rows), min(routing.end, length)  # a sample may be cut within its last turn
         experts[start:end] = rows[: end - start]
         known[start:end] = True

@@ -9,27 +9,27 @@ from typing import Any
 import numpy as np
 
 from stenograph.traces.experts import routed_experts
-from stenograph.traces.payloads import Payloads
+from stenograph.traces.payloads import Read
 from stenograph.traces.trace import Node, Output, TraceTree
 from stenograph.types import Message, Sample
 
 
-def sample_row(sample: Sample, payloads: Payloads | None = None) -> dict[str, Any]:
+def sample_row(sample: Sample, read: Read | None = None) -> dict[str, Any]:
     """A sample; arrays stay NumPy, the mask as 0 and 1. Raises TraceError where its experts were freed.
 
-    Without `payloads` there are none in it: those of a run that is read back went with their sessions.
+    Without `read` there are none in it: those of a run that is read back went with their sessions.
     """
     fields = ("branch", "role", "rollout_id", "group_id", "task_id", "reward", "ids", "rollout_logprobs", "versions")
     row = {name: getattr(sample, name) for name in fields}
     row["loss_mask"] = sample.loss_mask.astype(np.uint8)
-    row["experts"] = None if payloads is None else _experts_row(sample, payloads)
+    row["experts"] = None if read is None else _experts_row(sample, read)
     row["turns"] = [asdict(span) for span in sample.turns]
     return row
 
 
-def _experts_row(sample: Sample, payloads: Payloads) -> dict[str, Any] | None:
+def _experts_row(sample: Sample, read: Read) -> dict[str, Any] | None:
     """Routed experts as base64 of the array in C order, little-endian; `mask` is 1 where they are known."""
-    if (routed := routed_experts(sample, payloads)) is None:
+    if (routed := routed_experts(sample, read)) is None:
         return None
     experts, known = routed
     little = experts.astype(experts.dtype.newbyteorder("<"), order="C", copy=False)

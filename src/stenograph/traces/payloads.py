@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -26,6 +26,9 @@ class Holder:
     def outlives_process(self) -> bool:
         """Whether its leases are still good after a crash: those of requests and samples die with their process."""
         return self.kind in ("session", "checkpoint")
+
+
+Read = Callable[[Payload], NDArray[Any]]  # `Payloads.get`, or another that raises TraceError for what was freed
 
 
 class Payloads(Protocol):

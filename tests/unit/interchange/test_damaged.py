@@ -14,8 +14,8 @@ from stenograph.config import SelectConfig
 from stenograph.errors import ConfigError
 from stenograph.interchange import files
 from stenograph.interchange.importing import import_run, read_sessions
-from stenograph.interchange.rows import session_rows
 from stenograph.traces.session import Opening, SessionRecord
+from support.records import rows_of
 from support.turns import make_turn, user
 
 
@@ -30,7 +30,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     lone = SessionRecord(Opening("steno_2"))
     lone.commit(None, [make_turn([1], [2], asked=[user("hi")])])
     select = SelectConfig(unadopted="keep")
-    files.write([*session_rows(record, select), *session_rows(lone)], tmp_path / "whole", "jsonl")
+    files.write([*rows_of(record, select), *rows_of(lone)], tmp_path / "whole", "jsonl")
     return [orjson.loads(line) for line in (tmp_path / "whole").read_bytes().splitlines()]
 
 

@@ -12,8 +12,8 @@ import pytest
 from stenograph.errors import ConfigError, StenographError
 from stenograph.interchange import files
 from stenograph.interchange.columns import Row
-from stenograph.interchange.rows import session_rows
 from stenograph.traces.session import Opening, SessionRecord
+from support.records import rows_of
 from support.turns import make_turn, user
 
 FORMATS = ("jsonl", "parquet", "hf")
@@ -22,7 +22,7 @@ FORMATS = ("jsonl", "parquet", "hf")
 def some_row(num_tokens: int = 2) -> Row:
     record = SessionRecord(Opening("steno_1"))
     record.commit(None, [make_turn([1], range(num_tokens), asked=[user("hi")], said="yes")])
-    return next(session_rows(record))
+    return next(rows_of(record))
 
 
 def failing(row: Row) -> Iterator[Row]:

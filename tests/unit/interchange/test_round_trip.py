@@ -17,18 +17,18 @@ from stenograph.interchange.importing import read_sessions
 from stenograph.interchange.rows import session_rows
 from stenograph.traces.session import Opening, SessionRecord
 from stenograph.types import Message
-from support.records import random_records
+from support.records import random_records, rows_of
 from support.turns import make_turn, user
 
 FORMATS = ("jsonl", "parquet", "hf")
 
 
 def rows_at_random(seed: int, number: int) -> list[Row]:
-    return [row for record, select in random_records(seed, number) for row in session_rows(record, select)]
+    return [row for record, select in random_records(seed, number) for row in rows_of(record, select)]
 
 
 def imported(path: Path) -> list[Row]:
-    return [row for session in read_sessions(path) for row in session_rows(session.record())]
+    return [row for session in read_sessions(path) for row in session_rows(session.record(), session.read)]
 
 
 def assert_equal(rows: Sequence[Row], others: Sequence[Row]) -> None:
@@ -63,7 +63,7 @@ def test_rows_are_the_same_from_one_format_to_the_next(tmp_path: Path) -> None:
 def test_the_sessions_at_random_have_all_there_is() -> None:
     """Or the tests above would prove less than they say."""
     records = list(random_records(100, 100))
-    rows = [row for record, select in records for row in session_rows(record, select)]
+    rows = [row for record, select in records for row in rows_of(record, select)]
     spans = [span for row in rows for span in row["turns"]]
     told = [{m["turn"] for m in row["messages"] if "turn" in m} for row in rows]
     held = [{span["turn"] for span in row["turns"]} for row in rows]
@@ -83,7 +83,7 @@ def test_a_turn_on_several_branches_is_recorded_once(tmp_path: Path) -> None:
     first = make_turn([1, 2], [3, 4], asked=[user("hi")], said="hello")
     others = [make_turn([5], [6 + n], asked=[user(f"more {n}")], said="yes") for n in range(3)]
     record = record_of((None, [first]), *((first.id, [other]) for other in others))
-    files.write(session_rows(record), tmp_path / "file", "jsonl")
+    files.write(rows_of(record), tmp_path / "file", "jsonl")
     (session,) = read_sessions(tmp_path / "file")
     tree = session.record().tree
     assert list(tree.turns) == [first.id, *(other.id for other in others)]
@@ -95,7 +95,7 @@ def test_a_fork_goes_on_from_the_conversation_and_not_from_the_ids(tmp_path: Pat
     first = make_turn([1, 2], [3, 4], asked=[user("hi")], said="hello")
     second = replace(make_turn([1, 2, 9], [6], asked=[user("more")], said="yes"), extends=False)
     record = record_of((None, [first]), (first.id, [second]))
-    files.write(session_rows(record, SelectConfig(unadopted="keep")), tmp_path / "file", "parquet")
+    files.write(rows_of(record, SelectConfig(unadopted="keep")), tmp_path / "file", "parquet")
     (session,) = read_sessions(tmp_path / "file")
     tree = session.record().tree
     assert tree.parent(second.id) == first.id
@@ -107,14 +107,14 @@ def test_a_fork_goes_on_from_the_conversation_and_not_from_the_ids(tmp_path: Pat
 def test_a_mark_is_given_to_what_was_sampled_alone() -> None:
     claimed = Message("assistant", "mine", turn="turn_of_a_client")
     turn = make_turn([1], [2], asked=[user("hi"), claimed, user("go on")], said="yes")
-    (row,) = session_rows(record_of((None, [turn])))
+    (row,) = rows_of(record_of((None, [turn])))
     assert [message.get("turn") for message in row["messages"]] == [None, None, None, turn.id]
 
 
 def test_a_turn_that_a_limit_cut_comes_back_as_it_was_cut(tmp_path: Path) -> None:
     turn = make_turn([1, 2], [3, 4, 5, 6], asked=[user("hi")], said="all of it")
     select = SelectConfig(max_tokens=4, overlong="truncate")
-    files.write(session_rows(record_of((None, [turn])), select), tmp_path / "file", "jsonl")
+    files.write(rows_of(record_of((None, [turn])), select), tmp_path / "file", "jsonl")
     (row,) = imported(tmp_path / "file")
     assert row["ids"].tolist() == [1, 2, 3, 4]
     assert (row["turns"][0]["end"], row["turns"][0]["ended_by"]) == (4, "length")
@@ -124,7 +124,7 @@ def test_a_turn_that_a_limit_cut_comes_back_as_it_was_cut(tmp_path: Path) -> Non
 def test_metadata_that_names_with_numbers_is_text_in_its_columns() -> None:
     record = SessionRecord(Opening("steno_1", {"rollout_id": 7, "task_id": "t", "more": [1.5]}))
     record.commit(None, [make_turn([1], [2], asked=[user("hi")])])
-    (row,) = session_rows(record)
+    (row,) = rows_of(record)
     assert (row["rollout_id"], row["group_id"], row["task_id"]) == ("7", None, "t")
     assert row["metadata"] == '{"rollout_id":7,"task_id":"t","more":[1.5]}'
 

@@ -27,7 +27,7 @@ def routing(num_rows: int, first: int, dtype: type[np.generic] = np.uint8) -> np
 
 
 def read(session: Recorder, sample: Sample) -> tuple[np.ndarray, Mask]:
-    routed = routed_experts(sample, session.store.payloads)
+    routed = routed_experts(sample, session.store.payloads.get)
     assert routed is not None
     return routed
 
@@ -76,8 +76,8 @@ def test_a_dense_model_has_no_experts_and_branches_may_differ(session: Recorder)
     session.turn()
     session.turn(rows=routing(2, 1))
     dense, routed = session.samples()
-    payloads = session.store.payloads
-    assert (dense.experts, routed_experts(dense, payloads), sample_row(dense, payloads)["experts"]) == ((), None, None)
+    read = session.store.payloads.get
+    assert (dense.experts, routed_experts(dense, read), sample_row(dense, read)["experts"]) == ((), None, None)
     assert len(routed.experts) == 1
 
 
@@ -100,7 +100,7 @@ def test_a_row_holds_experts_that_can_be_read_back(session: Recorder) -> None:
     session.turn(num_output=3, rows=routing(3, 300, np.uint16))
     (sample,) = session.samples()
     experts, _ = read(session, sample)
-    told = sample_row(sample, session.store.payloads)["experts"]
+    told = sample_row(sample, session.store.payloads.get)["experts"]
     row = orjson.loads(orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY))
     held = np.frombuffer(base64.b64decode(row["base64"]), row["dtype"]).reshape(row["shape"])
     assert np.array_equal(held, experts)
