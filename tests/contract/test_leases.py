@@ -152,8 +152,8 @@ def test_a_session_that_was_let_go_from_memory_holds_what_it_held(tmp_path: Path
         assert (is_there(store.payloads, first), is_there(store.payloads, second)) == (False, True)
 
 
-SESSIONS = ("s0", "s1", "s2")
-OTHERS = [Holder(kind, str(n)) for kind in ("request", "sample", "checkpoint") for n in range(2)]
+SESSIONS = ("s0", "s1")
+OTHERS = [Holder("request", "call"), Holder("sample", "export"), Holder("checkpoint", "step")]
 
 
 class Leases(RuleBasedStateMachine):
@@ -167,14 +167,21 @@ class Leases(RuleBasedStateMachine):
         self.recorded: dict[str, list[Payload]] = {}  # by session that is there
         self.sealed: set[str] = set()
         self.freed: list[str] = []
+        for session in SESSIONS:
+            self.store.open(Opening(session))
+            self.recorded[session] = []
 
     payloads: Bundle[Payload] = Bundle("payloads")
 
+    @rule(session=st.sampled_from(SESSIONS))
+    def open(self, session: str) -> None:
+        if session not in self.recorded:
+            self.store.open(Opening(session))
+            self.recorded[session] = []
+
     @rule(target=payloads, value=st.binary(min_size=1, max_size=3), holder=st.sampled_from(OTHERS))
     def put(self, value: bytes, holder: Holder) -> Payload:
-        payload = self.store.payloads.put(opaque(value), holder)
-        self.values[payload], self.holders[payload] = value, {holder}
-        return payload
+        return self._put(value, holder)
 
     @rule(leased=st.lists(payloads, max_size=3), holder=st.sampled_from(OTHERS))
     def lease(self, leased: list[Payload], holder: Holder) -> None:
@@ -184,12 +191,6 @@ class Leases(RuleBasedStateMachine):
         else:
             with pytest.raises(TraceError):
                 self.store.payloads.lease(leased, holder)
-
-    @rule(session=st.sampled_from(SESSIONS))
-    def open(self, session: str) -> None:
-        if session not in self.recorded:
-            self.store.open(Opening(session))
-            self.recorded[session] = []
 
     @rule(session=st.sampled_from(SESSIONS))
     def seal(self, session: str) -> None:
@@ -208,6 +209,14 @@ class Leases(RuleBasedStateMachine):
             with pytest.raises(TraceError):
                 self.store.commit(session, None, *turns)
 
+    @rule(target=payloads, session=st.sampled_from(SESSIONS), value=st.binary(min_size=1, max_size=3))
+    def take(self, session: str, value: bytes) -> Payload:
+        """As the gateway does, whether the commit succeeds or not."""
+        payload = self._put(value, REQUEST)
+        self.commit(session, [payload])
+        self.release([REQUEST])
+        return payload
+
     @rule(session=st.sampled_from(SESSIONS), holder=st.sampled_from(OTHERS))
     def export(self, session: str, holder: Holder) -> None:
         if session in self.recorded:
@@ -215,14 +224,14 @@ class Leases(RuleBasedStateMachine):
             assert [sample.experts[0].payload for sample in samples] == self.recorded[session]
             self._hold(self.recorded[session], holder)
 
-    @rule(holders=st.lists(st.sampled_from(OTHERS), max_size=4))
+    @rule(holders=st.just(OTHERS) | st.lists(st.sampled_from(OTHERS), max_size=4))
     def release(self, holders: list[Holder]) -> None:
         expected = self._let_go(holders)
         freed = self.store.payloads.release(holders)
         assert set(freed) == expected
         self.freed += freed
 
-    @rule(sessions=st.lists(st.sampled_from((*SESSIONS, "unknown")), max_size=4))
+    @rule(sessions=st.just([*SESSIONS]) | st.lists(st.sampled_from((*SESSIONS, "unknown")), max_size=4))
     def release_sessions(self, sessions: list[str]) -> None:
         known = [name for name in dict.fromkeys(sessions) if name in self.recorded]
         self.freed += self._let_go([Holder("session", name) for name in known])
@@ -240,9 +249,15 @@ class Leases(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """At the end of it all nothing stays behind."""
-        self.release_sessions(list(SESSIONS))
+        self.release_sessions([*SESSIONS])
+        self.what_is_held_is_there_and_nothing_else()
         self.release(OTHERS)
         assert not any(is_there(self.store.payloads, payload) for payload in self.values)
+
+    def _put(self, value: bytes, holder: Holder) -> Payload:
+        payload = self.store.payloads.put(opaque(value), holder)
+        self.values[payload], self.holders[payload] = value, {holder}
+        return payload
 
     def _all_there(self, payloads: Sequence[Payload]) -> bool:
         return all(self.holders[payload] for payload in payloads)
@@ -260,4 +275,4 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLeases.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
