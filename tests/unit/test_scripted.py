@@ -24,7 +24,9 @@ def engine(tmp_path: Path, *lines: dict[str, object]) -> ScriptedEngine:
 
 
 async def said(engine: ScriptedEngine, session: str = "s", last: str = "", max_tokens: int = 99) -> str:
-    request = Generate(np.arange(3, dtype=np.int32), Sampling(max_tokens=max_tokens), session, last_message=last)
+    conversation = Conversation((Message("user", last),))
+    sampling = Sampling(max_tokens=max_tokens)
+    request = Generate(np.arange(3, dtype=np.int32), sampling, session, conversation=conversation)
     chunks = [chunk async for chunk in engine.generate(request)]
     ids = np.concatenate([chunk.ids for chunk in chunks])
     return RENDERING.parse(ids, request.ids, Conversation((Message("user", "x"),))).content

@@ -21,9 +21,19 @@ class Sealed:
     reasoning: str
 
 
+def choice_names(name: str, num_choices: int) -> tuple[str, ...]:
+    """What the turns that answer one request are named: the first as the request is."""
+    return (name, *(f"{name}_{choice}" for choice in range(1, num_choices)))
+
+
 def turn_id(name: str) -> str:
     """The id in the record of the turn that an id given out names."""
     return f"turn_{name}"
+
+
+def turn_name(id: str) -> str:
+    """The name of the turn that has this id."""
+    return id.removeprefix("turn_")
 
 
 def call_id(name: str, index: int) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stenograph.types import FinishReason, Ids, Logprobs, LogprobsMode, Sampling
+from stenograph.types import Conversation, FinishReason, Ids, Logprobs, LogprobsMode, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +33,17 @@ class Capabilities:
 class Generate:
     """One request. `session` groups requests that share a prefix (and selects the scripted engine's cursor).
 
-    `grammar` is a JSON schema that the text must follow; only for an engine that is `constrained`.
+    `turn` is the id that its turn will have in the record. `conversation` is what was asked, as it came; a model's
+    engine reads the ids alone. `grammar` is a JSON schema that the text must follow; only for an engine that is
+    `constrained`.
     """
 
     ids: Ids  # [prompt tokens]
     sampling: Sampling
     session: str
+    turn: str = ""
     stop_token_ids: tuple[int, ...] = ()
-    last_message: str = ""
+    conversation: Conversation = Conversation(())
     grammar: Mapping[str, Any] | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,12 @@ class ScriptedEngine:
 
     async def generate(self, request: Generate) -> AsyncGenerator[Chunk, None]:
         await self._running.wait()
-        line = self._next(request)
         self._in_flight += 1
         self._idle.clear()
         try:
-            async for chunk in self._play(line, request):
-                yield chunk
+            async with aclosing(self._answer(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         finally:
             self._in_flight -= 1
             if self._in_flight == 0:
@@ -118,8 +119,10 @@ class ScriptedEngine:
         self._running.set()
 
     def _next(self, request: Generate) -> Line:
+        messages = request.conversation.messages
+        last_message = messages[-1].content if messages else ""
         for n, line in enumerate(self._triggered):
-            if line.when is not None and line.when in request.last_message:
+            if line.when is not None and line.when in last_message:
                 if not line.once:
                     return line
                 if (request.session, n) not in self._used:
@@ -127,7 +130,7 @@ class ScriptedEngine:
                     return line
         cursor = self._cursors[request.session]
         if cursor >= len(self._ordered):
-            raise EngineError(f"script exhausted: {self._why_exhausted(request.last_message)}")
+            raise EngineError(f"script exhausted: {self._why_exhausted(last_message)}")
         self._cursors[request.session] += 1
         return self._ordered[cursor]
 
@@ -138,7 +141,8 @@ class ScriptedEngine:
             reasons.append(f"no `when` line matches the last message, {begin!r}")
         return f"{', and '.join(reasons)}; add lines to the script"
 
-    async def _play(self, line: Line, request: Generate) -> AsyncGenerator[Chunk, None]:
+    async def _answer(self, request: Generate) -> AsyncGenerator[Chunk, None]:
+        line = self._next(request)
         fault, _, seconds = (line.fault or "").partition(":")
         await self._fail_early(fault, request)
         if fault == "slow":

@@ -45,26 +45,25 @@ class Answers:
         call = self._call(session, request, http.headers)
         call.join()
         try:
-            writer = request.writer(call.name, int(call.received_s), self._turns.rendering.decode)
             send = self._stream if request.stream else self._whole
-            return await send(http, session, call, writer)
+            return await send(http, session, call, request)
         finally:
             # Also where this task is cancelled: then the client closed its connection, or its half of it.
             self._left(session, call)
 
     # --- the answer ----------------------------------------------------------------------------------------------
 
-    async def _whole(self, http: web.Request, session: Session, call: Call, writer: Writer) -> web.StreamResponse:
+    async def _whole(self, http: web.Request, session: Session, call: Call, request: Request) -> web.StreamResponse:
         await call.hear(math.inf)
         if call.error is not None:
             raise call.error
-        body = writer.whole(call.answered)
+        body = self._writer(call, request).whole(call.answered)
         response = web.Response(body=body, content_type="application/json", headers=_named(call))
         await response.prepare(http)
         await self._deliver(http, session, call, response)
         return response
 
-    async def _stream(self, http: web.Request, session: Session, call: Call, writer: Writer) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, session: Session, call: Call, request: Request) -> web.StreamResponse:
         heard = await call.hear(0, self._settings.keep_alive_s)
         if call.error is not None:
             raise call.error  # nothing was sent yet, so that the answer can still be a status
@@ -72,18 +71,32 @@ class Answers:
         stream = _EventStream(headers=headers)
         await stream.prepare(http)
         try:
-            if not heard:
+            while not heard:
                 await stream.write(KEEP_ALIVE)  # and the head
+                heard = await call.hear(0, self._settings.keep_alive_s)
+            await self._write(http, session, call, stream, self._writer(call, request))
+        except ConnectionError:
+            log.debug("a client went away; a repeat of its request may have the answer")
+        return stream
+
+    def _writer(self, call: Call, request: Request) -> Writer:
+        """Only from the first that is heard of a call on: until its prompt is known, its name may change."""
+        return request.writer(call.name, int(call.received_s), self._turns.rendering.decode)
+
+    async def _write(
+        self, http: web.Request, session: Session, call: Call, stream: web.StreamResponse, writer: Writer
+    ) -> None:
+        """Write what is shown, and how it ends."""
+        try:
             await self._tell(stream, call, writer)
             if call.error is None:
                 await self._deliver(http, session, call, stream, writer.end(call.answered))
             else:
                 await _break_off(http, stream, writer, call.error)
         except ConnectionError:
-            log.debug("a client went away; a repeat of its request may have the answer")
+            raise
         except Exception as e:
             await _break_off(http, stream, writer, e)
-        return stream
 
     async def _tell(self, stream: web.StreamResponse, call: Call, writer: Writer) -> None:
         """Write what is shown until all is over."""

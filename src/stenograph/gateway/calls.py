@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from enum import StrEnum, auto
 
 from stenograph.dialects.base import Answered, Request
+from stenograph.dialects.minted import choice_names
 from stenograph.rendering.base import Delta
 from stenograph.traces.payloads import Holder
 
@@ -42,7 +43,7 @@ class Call:
     """One request's answer in the making. `key` is the same for requests that ask the same."""
 
     def __init__(self, request: Request, headers: Mapping[str, str], key: Hashable, max_tokens: int) -> None:
-        self.name = secrets.token_hex(8)
+        self.names = choice_names(secrets.token_hex(8), request.num_choices)  # of its turns; the first is its own
         self.holder = Holder("request", self.name)  # of what is heavy, until it is the session's
         self.request = request
         self.headers = headers
@@ -61,6 +62,10 @@ class Call:
         self._news = asyncio.Event()
 
     @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
     def over(self) -> bool:
         """Whether nothing more will be shown."""
         return self.state not in (State.RECEIVED, State.PREPARED, State.GENERATING)
@@ -73,8 +78,8 @@ class Call:
             self._deadline.cancel()  # which would keep this call and all it holds until then
         self._news.set()
 
-    def prepared(self, num_prompt: int) -> None:
-        self.num_prompt = num_prompt
+    def prepared(self, num_prompt: int, names: Sequence[str]) -> None:
+        self.num_prompt, self.names = num_prompt, tuple(names)
         self.advance(State.PREPARED)
 
     def show(self, choice: int, delta: Delta) -> None:

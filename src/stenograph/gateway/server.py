@@ -25,7 +25,7 @@ from stenograph.gateway.admin import SessionRoutes
 from stenograph.gateway.answers import Answers
 from stenograph.gateway.passthrough import Passthrough
 from stenograph.gateway.sessions import ADMIN_KEY_REMEDY, Session, Sessions
-from stenograph.gateway.turns import Turns
+from stenograph.gateway.turns import Names, Turns, as_proposed
 from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
 
@@ -59,6 +59,7 @@ class Gateway:
     store: TraceStore
     admin_key: str
     model_name: str
+    names: Names = as_proposed
 
     def __post_init__(self) -> None:
         settings = self.config.gateway
@@ -69,7 +70,7 @@ class Gateway:
             ttl_s=settings.session_ttl_s,
             idle_s=self.config.store.idle_s,
         )
-        self._turns = Turns(self.engine, self.rendering, self.store, self.config)
+        self._turns = Turns(self.engine, self.rendering, self.store, self.config, self.names)
         self._answers = Answers(self._turns, self.store, self.config)
         key = self.config.engine.api_key
         self._passthrough = Passthrough(self.engine.server, key) if self.engine.server is not None else None

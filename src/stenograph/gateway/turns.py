@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -22,21 +22,32 @@ from stenograph.gateway.sampling import resolve
 from stenograph.gateway.sessions import Session
 from stenograph.rendering.base import Rendering
 from stenograph.traces.store import TraceStore
-from stenograph.types import Conversation, Payload, Reply, Sampling, Turn
+from stenograph.types import Conversation, Ids, Payload, Reply, Sampling, Turn
 
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 5.0
 
+# What the turns that answer a prompt of a session are named, and all ids that a client is given after them, from what
+# they would be.
+Names = Callable[[str, Ids, Sequence[str]], Sequence[str]]
+
+
+def as_proposed(session: str, prompt: Ids, names: Sequence[str]) -> Sequence[str]:
+    return names
+
 
 class Turns:
     """Answers calls: renders them, has them sampled, records what came."""
 
-    def __init__(self, engine: Engine, rendering: Rendering, store: TraceStore, config: Config) -> None:
+    def __init__(
+        self, engine: Engine, rendering: Rendering, store: TraceStore, config: Config, names: Names = as_proposed
+    ) -> None:
         self._engine = engine
         self.rendering = rendering
         self._prompts = Prompts(rendering, store, engine.capabilities.context_length)
         self._store = store
+        self._names = names
         self._sampling = config.sampling
         self._idle_timeout_s = config.gateway.idle_timeout_s
         self._wants_experts = config.engine.experts
@@ -97,7 +108,7 @@ class Turns:
             raise RequestError(f"{told}; leave out response_format (output_config.format, text.format)")
         prompt = await self._prompts.make(session, request.conversation)
         sampling, notes = resolve(request.asked, self._sampling, capabilities, len(prompt.ids))
-        call.prepared(len(prompt.ids))
+        call.prepared(len(prompt.ids), self._names(session.id, prompt.ids, call.names))
         return prompt, replace(sampling, constrained=request.grammar is not None), request.notes + notes
 
     def _continued(self, session: Session, parent: str | None) -> Role | None:
@@ -131,11 +142,12 @@ class Turns:
                 ids=prompt.ids,
                 sampling=output.sampling,
                 session=session.id,
+                turn=turn_id(name),
                 stop_token_ids=self.rendering.stop_token_ids,
-                last_message=call.request.conversation.messages[-1].content,
+                conversation=call.request.conversation,
                 grammar=call.request.grammar,
             )
-            for output in outputs
+            for name, output in zip(call.names, outputs, strict=True)
         ]
         if len(outputs) == 1:
             return await self._sample(requests[0], outputs[0])
@@ -176,8 +188,7 @@ class Turns:
     ) -> tuple[list[Turn], list[Answered]]:
         """The siblings that answer the call, ready to be recorded, and what is told of each."""
         turns, answered = [], []
-        for choice, output in enumerate(outputs):
-            name = call.name if choice == 0 else f"{call.name}_{choice}"
+        for name, output in zip(call.names, outputs, strict=True):
             finished = output.finish()
             turn = Turn(
                 id=turn_id(name),

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
+import numpy as np
 import orjson
 
 from stenograph.traces.digests import conversation_labels, message_digests
 from stenograph.traces.equivalences import accept, minted_turns, results_reordered, undo
-from stenograph.traces.trace import TraceTree
-from stenograph.types import Conversation, Message, Tool, Turn
+from stenograph.traces.trace import Output, ToldNode, TraceTree
+from stenograph.types import Conversation, Ids, Message, Tool, Turn
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ _RECENT_TURNS = 64  # among which the summary is looked for
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A fork. `message` is an index into the request's messages; `before` and `after` are the texts around `char`.
+    """A fork, or a request that would be one. `message` is an index into the request's messages; `before` and `after` are the texts around `char`.
 
     `token` is where the branch begins on its path; `rerendered` are the tokens of context behind it, where replies
     that were recorded before are among them. `setting` names what would accept the difference.
@@ -56,6 +57,23 @@ class Drift:
     cause: Cause
     setting: str | None = None
     rerendered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, recorded or not: what is new in it after the reply of `before`."""
+
+    before: Output | None
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+
+    @property
+    def start(self) -> int:
+        return 0 if self.before is None else self.before.num_messages
+
+    def said(self, tree: TraceTree, start: int) -> tuple[Message, ...]:
+        known = () if self.before is None else tree.said(self.before.turn.id, start)
+        return (*known, *self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +108,41 @@ def explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) -
 def _explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) -> Drift:
     parent = tree.parent(turn.id)
     rewritten = parent is not None and not turn.extends
-    found = _rewritten(tree, parent, token) if rewritten else _difference(tree, turn, allowed)
-    start = 0 if parent is None else tree.node(parent).num_messages
-    behind = turn.messages[max((found.message or 0) - start, 0) :]
+    asked = _Asked(tree.node(turn.id).before, turn.messages, turn.tools)
+    found = _rewritten(tree, parent, token) if rewritten else _difference(tree, asked, allowed)
+    behind = turn.messages[max((found.message or 0) - asked.start, 0) :]
     again = rewritten or any(message.role == "assistant" for message in behind)
+    return _record(found, turn.id, parent, token, tree.node(turn.id).start - token if again else 0)
+
+
+def compare(tree: TraceTree, asked: Conversation, parent: str | None, ids: Ids, allowed: Collection[str]) -> Drift:
+    """Describe how a request whose prompt `ids` is that of no turn differs from those that were recorded.
+
+    `asked` has what `parent` knows as it is recorded. The `turn` of what is returned is the one that stands in the
+    request's place, "" where the record has nothing there; `token` is the first that no turn was told.
+    """
+    new = _Asked(None if parent is None else tree.node(parent), asked.messages, asked.tools)
+    new = replace(new, messages=asked.messages[new.start :])
+    token = max((_num_shared(tree.path_ids(leaf), ids) for leaf in tree.leaves()), default=0)
+    labels, at = _labels(tree, new)
+    told = tree.told.search(labels, at=at)
+    if told.length < len(labels):
+        found = _difference(tree, new, allowed)
+        other, _ = _other(tree, new, allowed)
+        return _record(found, other or "", parent, token, 0)
+    answered = [child for child in told.nodes[-1].children if child.has_value]
+    if answered and token < len(ids):  # the very same was asked, and rendered to other ids then
+        return _record(_Difference("template_rewrites_history"), answered[-1].value[-1], parent, token, 0)
+    other = tree.last_below(told.nodes[-1])
+    found = _Difference("history_truncated", len(asked.messages), tree.message(other, len(asked.messages)).role)
+    return _record(found, other, parent, token, 0)
+
+
+def _record(found: _Difference, turn: str, parent: str | None, token: int, rerendered: int) -> Drift:
     char = found.char
     cut = slice(max(0, (char or 0) - _CONTEXT_CHARS), (char or 0) + _SHOWN_CHARS)
     return Drift(
-        turn=turn.id,
+        turn=turn,
         parent_turn=parent,
         message=found.message,
         role=found.role,
@@ -108,20 +153,19 @@ def _explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) 
         token=token,
         cause=found.cause,
         setting=found.setting,
-        rerendered=tree.node(turn.id).start - token if again else 0,
+        rerendered=rerendered,
     )
 
 
-def _difference(tree: TraceTree, turn: Turn, allowed: Collection[str]) -> _Difference:
-    other, start = _other(tree, turn, allowed)
+def _difference(tree: TraceTree, new: _Asked, allowed: Collection[str]) -> _Difference:
+    other, start = _other(tree, new, allowed)
     if other is None:
         return _Difference("unknown")
-    said, asked = tree.said(other, start), tree.said(turn.id, start)[:-1]
-    pairs = enumerate(zip(said, asked, strict=False))
-    index = next((i for i, (ours, theirs) in pairs if not _is_same(ours, theirs, allowed)), min(len(said), len(asked)))
+    said, asked = tree.said(other, start), new.said(tree, start)
+    index = _first_difference(said, asked, allowed)
     tools = tree.turn(other).tools
-    if tools != turn.tools and (index > 0 or said[0].role != "system"):
-        return _Difference("tools_changed", None, None, "tools", *_told(tools, turn.tools))
+    if tools != new.tools and (index > 0 or said[0].role != "system"):
+        return _Difference("tools_changed", None, None, "tools", *_told(tools, new.tools))
     if index in (len(said), len(asked)):
         return _Difference("history_truncated" if index < len(said) else "unknown", start + index)
     return replace(_between(tree, said, asked, index, allowed), message=start + index)
@@ -144,34 +188,52 @@ def _rewritten(tree: TraceTree, parent: str | None, token: int) -> _Difference:
     )
 
 
-def _other(tree: TraceTree, turn: Turn, allowed: Collection[str]) -> tuple[str | None, int]:
+def _first_difference(said: Sequence[Message], asked: Sequence[Message], allowed: Collection[str]) -> int:
+    """The index of the first message that differs; where none does, that of the first that only one of them has."""
+    differing = [i for i, (ours, theirs) in enumerate(zip(said, asked, strict=False)) if ours != theirs]
+    found = next((i for i in differing if not _is_same(said[i], asked[i], allowed)), None)
+    if found is None:  # what no reply follows is never taken back to what is recorded
+        found = next((i for i in differing if all(one.role != "assistant" for one in asked[i:])), None)
+    return min(len(said), len(asked)) if found is None else found
+
+
+def _other(tree: TraceTree, new: _Asked, allowed: Collection[str]) -> tuple[str | None, int]:
     """The recorded turn to compare with, and from which message on.
 
     It is the one that ids in the last reply name, else the last of those that say the same longest.
     """
-    if not turn.messages:  # nothing was asked, or nobody knows what
+    if not new.messages:  # nothing was asked, or nobody knows what
         return None, 0
-    last = next((message for message in reversed(turn.messages) if message.role == "assistant"), None)
+    last = next((message for message in reversed(new.messages) if message.role == "assistant"), None)
     named = next((name for name in minted_turns(last) if name in tree), None) if last is not None else None
-    if named is not None:  # and it is not what `turn` goes on from, or this would be no message of its own
+    if named is not None:  # and it is not what is gone on from, or this would be no message of the request's own
         return named, 0
-    before = tree.node(turn.id).before
-    if before is not None:
-        labels, at, start = message_digests(turn.messages), before.told, before.num_messages
-    else:
-        labels, at, start = conversation_labels(Conversation(turn.messages, turn.tools)), tree.told.root, 0
+    (labels, at), start = _labels(tree, new), new.start
     path = tree.told.search(labels, at=at).nodes
     for depth, (node, label) in reversed(list(enumerate(zip(path, labels, strict=False)))):
         others = [child for child in node.children if child.label != label][-_MOST_BRANCHES:]
         if not others:
             continue
-        index = start + depth - (1 if before is None else 0)
+        index = start + depth - (1 if new.before is None else 0)
         if index < start:  # other tools: of the conversations with them, one that begins with the same message
             index, others = start, [child for other in others for child in other.children][-_MOST_BRANCHES:]
-        asked = turn.messages[index - start]
+        asked = new.messages[index - start]
         alike = [child for child in others if _is_same(tree.message(tree.first_below(child), index), asked, allowed)]
         return tree.last_below((alike or others)[-1]), start
     return None, 0
+
+
+def _labels(tree: TraceTree, new: _Asked) -> tuple[Sequence[bytes], ToldNode]:
+    """What a request is looked for by, and from where on."""
+    if new.before is not None:
+        return message_digests(new.messages), new.before.told
+    return conversation_labels(Conversation(new.messages, new.tools)), tree.told.root
+
+
+def _num_shared(recorded: Ids, ids: Ids) -> int:
+    n = min(len(recorded), len(ids))
+    different = np.flatnonzero(recorded[:n] != ids[:n])
+    return int(different[0]) if len(different) else n
 
 
 def _is_same(ours: Message, theirs: Message, allowed: Collection[str]) -> bool:
@@ -184,7 +246,7 @@ def _between(
     """The difference between two messages in the same place, less what is accepted of it."""
     before, after = said[index], asked[index]
     nearest, _ = undo(before, after, allowed)
-    field, old, new = _field(nearest, after)
+    field, old, new = _field(nearest if nearest != after else before, after)
     cause = _cause(tree, said, asked, index, field)
     off = [name for name in accept(before, after) or () if name not in allowed]
     if results_reordered.__name__ not in allowed and _results(said, index) == _results(asked, index) != []:
