@@ -21,7 +21,9 @@ from stenograph.errors import ConfigError, StenographError
 from stenograph.rundir import JOURNAL, RunDir, open_journal, read_config, read_select
 
 if TYPE_CHECKING:
+    from stenograph.agents.base import SessionHandle
     from stenograph.gateway.server import Gateway
+    from stenograph.traces.drift import Drift
 
 T = TypeVar("T")
 INTERRUPTED = 130  # what a shell makes of SIGINT
@@ -144,6 +146,30 @@ def import_(
     _say({"run": str(run_dir), **import_run(file, run_dir / JOURNAL)})
 
 
+@app.command()
+def replay(
+    run: Run,
+    session: Annotated[str, typer.Option(help="the session to replay, or the beginning of its id")],
+    port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one")] = 0,
+    command: Annotated[list[str] | None, typer.Argument(help="an agent to run, behind --; ends with it")] = None,
+) -> None:
+    """Serve a recorded session to its agent; prints the first request that differs, and at the end how it went."""
+    from stenograph.replaying import load_record, replay
+
+    def listening(gateway: Gateway, session: SessionHandle) -> None:
+        opened = {"id": session.id, "base_url": session.base_url, "api_key": session.api_key}
+        _say({"url": gateway.url, "admin_key": gateway.admin_key, "session": opened})
+
+    def differs(drift: Drift) -> None:
+        _say({"difference": drift})
+
+    record, config = load_record(run, session), load_config(run / "config.toml")
+    done = _run(replay(config, record, port, listening, differs, command or ()))
+    _say(done)
+    if done.difference is not None or done.exit_code:
+        raise typer.Exit(1)
+
+
 def _decoder(run: Path) -> inspecting.Decode:
     import numpy as np
 
@@ -173,6 +199,7 @@ def main() -> None:
         _fail(str(e), 1)
     if code == INTERRUPTED:
         _fail("interrupted", INTERRUPTED)
+    sys.exit(code)
 
 
 def _fail(told: str, code: int) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,13 @@ import pytest
 from stenograph.config import EngineConfig
 from stenograph.engines.base import Chunk, Engine, Generate
 from stenograph.engines.local import LocalEngine
+from stenograph.engines.replay import ReplayEngine
 from stenograph.engines.scripted import Line, ScriptedEngine
 from stenograph.engines.vllm import VllmEngine
+from stenograph.traces.session import Opening, SessionRecord
 from stenograph.types import Sampling
 from support.models import Weights, tiny_model
+from support.turns import make_turn
 from support.vllm import FakeVllm, fake_vllm
 
 PROMPT = np.arange(20, dtype=np.int32)
@@ -30,6 +34,12 @@ async def scripted(request: pytest.FixtureRequest) -> Engine:
     return ScriptedEngine([Line(np.arange(LENGTH, dtype=np.int32), "length", fault="pace:0.002")] * 40)
 
 
+async def replay(request: pytest.FixtureRequest) -> Engine:
+    record = SessionRecord(Opening("steno_r"))
+    record.commit(None, [replace(make_turn(PROMPT.tolist(), range(LENGTH)), finish_reason="length")])
+    return ReplayEngine(record, lambda _: None)
+
+
 async def vllm(request: pytest.FixtureRequest) -> Engine:
     server: FakeVllm = request.getfixturevalue("vllm_server")
     server.play({"ids": list(range(LENGTH)), "finish_reason": "length", "pace_s": 0.002}, loop=True)
@@ -42,7 +52,7 @@ def vllm_server() -> Iterator[FakeVllm]:
         yield server
 
 
-@pytest.fixture(params=[local, scripted, vllm], ids=lambda factory: factory.__name__)
+@pytest.fixture(params=[local, scripted, replay, vllm], ids=lambda factory: factory.__name__)
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     engine = await request.param(request)
     yield engine

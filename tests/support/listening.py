@@ -20,6 +20,7 @@ from stenograph.engines.base import Engine
 from stenograph.engines.scripted import Line, ScriptedEngine
 from stenograph.gateway.calls import Call
 from stenograph.gateway.server import Gateway
+from stenograph.gateway.turns import Names, as_proposed
 from stenograph.rendering import Rendering, load_rendering
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.store import TraceStore
@@ -60,6 +61,7 @@ async def listening(
     store: TraceStore | None = None,
     select: Mapping[str, Any] | None = None,
     family: Rendering | None = None,
+    names: Names = as_proposed,
     **settings: Any,
 ) -> AsyncIterator[Client]:
     """A gateway and a client of it; `settings` are those of [gateway], `select` is the section of that name.
@@ -75,7 +77,7 @@ async def listening(
     config = Config.model_validate(
         {"engine": engine_settings, "gateway": {"port": 0, **settings}, "select": select or {}}
     )
-    gateway = Gateway(config, served, family or rendering(), store or MemoryTraceStore(), "admin", "model")
+    gateway = Gateway(config, served, family or rendering(), store or MemoryTraceStore(), "admin", "model", names)
     await gateway.start()
     try:
         async with aiohttp.ClientSession() as http:

@@ -26,7 +26,7 @@ LAYERS = [
     {"rundir"},
     {"inspecting", "curve", "progress", "watching"},
     {"loop"},
-    {"run"},
+    {"run", "replaying"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -19,6 +19,18 @@ class SessionHandle:
     model: str
 
 
+def addresses(session: SessionHandle) -> dict[str, str]:
+    """The environment in which the clients of every protocol find the session."""
+    return {
+        "OPENAI_BASE_URL": session.base_url + "/v1",
+        "OPENAI_API_KEY": session.api_key,
+        "OPENAI_MODEL": session.model,
+        "ANTHROPIC_BASE_URL": session.base_url,
+        "ANTHROPIC_API_KEY": session.api_key,
+        "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",  # it says then what each of its requests is for
+    }
+
+
 def visible(task: Task) -> dict[str, Any]:
     """What an agent may know of its task. The answer and the judge stay out, and of `data` what begins with "_".
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import orjson
 
-from stenograph.agents.base import SessionHandle, visible
+from stenograph.agents.base import SessionHandle, addresses, visible
 from stenograph.config import AgentConfig
 from stenograph.errors import AgentError, boundary
 from stenograph.processes import run_process
@@ -55,16 +55,7 @@ class CommandAgent:
 
     def _environment(self, session: SessionHandle, task_path: Path, answer_path: Path) -> dict[str, str]:
         kept = {name: os.environ[name] for name in self._config.environment if name in os.environ}
-        return kept | {
-            "OPENAI_BASE_URL": session.base_url + "/v1",
-            "OPENAI_API_KEY": session.api_key,
-            "OPENAI_MODEL": session.model,
-            "ANTHROPIC_BASE_URL": session.base_url,
-            "ANTHROPIC_API_KEY": session.api_key,
-            "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",  # it says then what each of its requests is for
-            "STENO_TASK": str(task_path),
-            "STENO_ANSWER": str(answer_path),
-        }
+        return kept | addresses(session) | {"STENO_TASK": str(task_path), "STENO_ANSWER": str(answer_path)}
 
 
 def _answer(path: Path, stdout: str, limit: int) -> str | None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 PauseMode = Literal["finish", "abort", "keep"]
+_UNKNOWN = Conversation(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Generate:
     session: str
     turn: str = ""
     stop_token_ids: tuple[int, ...] = ()
-    conversation: Conversation = Conversation(())
+    conversation: Conversation = _UNKNOWN
     grammar: Mapping[str, Any] | None = None
 
 

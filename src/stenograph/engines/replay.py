@@ -1,4 +1,4 @@
-"""A record instead of a model: a prompt that is recorded gets the answer that is recorded, any other is a difference."""
+"""A record instead of a model: a prompt that is recorded gets its recorded answer, any other is a difference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from stenograph.traces.drift import Drift, compare
 from stenograph.traces.session import SessionRecord
 from stenograph.types import Ids, Turn
 
-_PIECE = 16  # tokens of a chunk, so that a stream has some
 _QUOTED = 40  # characters from the first that differs on
 
 
@@ -31,10 +30,10 @@ class ReplayEngine(ScriptedEngine):
         self, record: SessionRecord, differs: Callable[[Drift], None], *, context_length: int = 1_000_000
     ) -> None:
         super().__init__([])
-        turns = record.tree.turns.values()
+        turns = list(record.tree.turns.values())
         self.capabilities = Capabilities(
             context_length=context_length,
-            logprobs_mode=next((turn.logprobs_mode for turn in turns), "raw"),
+            logprobs_mode=turns[0].logprobs_mode if turns else "raw",
             experts=any(turn.experts is not None for turn in turns),
             constrained=any(turn.sampling.constrained for turn in turns),
         )
@@ -121,10 +120,13 @@ def _around(before: str, after: str) -> tuple[str, str]:
 
 
 def _chunks(turn: Turn, num_tokens: int) -> Iterator[Chunk]:
-    """The first `num_tokens` of a turn. Where a stop string ended it, what came with that stays in one piece."""
+    """The first `num_tokens` of a turn, one by one; in one piece where a stop string ended it, for more came with that.
+
+    How many came at once is not recorded, and tokens of reasoning are counted up to the end of a chunk.
+    """
     versions = [(start, version) for start, version in turn.versions if start < num_tokens] or [(0, 0)]
     starts = {0, *(start for start, _ in versions)}
-    starts |= set(range(0, num_tokens, _PIECE)) if turn.stopped_by is None else set()
+    starts |= set(range(num_tokens)) if turn.stopped_by is None else set()
     num_before = 0 if turn.experts is None else len(turn.experts) - len(turn.output_ids)
     for start, end in pairwise([*sorted(starts), num_tokens]):
         rows = slice(num_before + start if start else 0, num_before + end)

@@ -39,10 +39,11 @@ _RECENT_TURNS = 64  # among which the summary is looked for
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A fork, or a request that would be one. `message` is an index into the request's messages; `before` and `after` are the texts around `char`.
+    """A fork, or a request that would have been one. `message` is an index into the request's messages.
 
-    `token` is where the branch begins on its path; `rerendered` are the tokens of context behind it, where replies
-    that were recorded before are among them. `setting` names what would accept the difference.
+    `before` and `after` are the texts around `char`. `token` is where the branch begins on its path; `rerendered` are
+    the tokens of context behind it, where replies that were recorded before are among them. `setting` names what would
+    accept the difference.
     """
 
     turn: str
