@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 from stenograph import __version__, inspecting
 from stenograph.config_loading import load_config
 from stenograph.errors import ConfigError, StenographError
-from stenograph.rundir import JOURNAL, RunDir, open_journal, read_config, read_select
+from stenograph.rundir import JOURNAL, RunDir, load_session, open_journal, read_config, read_select
 
 if TYPE_CHECKING:
     from stenograph.agents.base import SessionHandle
@@ -154,7 +154,7 @@ def replay(
     command: Annotated[list[str] | None, typer.Argument(help="an agent to run, behind --; ends with it")] = None,
 ) -> None:
     """Serve a recorded session to its agent; prints the first request that differs, and at the end how it went."""
-    from stenograph.replaying import load_record, replay
+    from stenograph.replaying import replay
 
     def listening(gateway: Gateway, session: SessionHandle) -> None:
         opened = {"id": session.id, "base_url": session.base_url, "api_key": session.api_key}
@@ -163,8 +163,8 @@ def replay(
     def differs(drift: Drift) -> None:
         _say({"difference": drift})
 
-    record, config = load_record(run, session), load_config(run / "config.toml")
-    done = _run(replay(config, record, port, listening, differs, command or ()))
+    record = load_session(run, session)
+    done = _run(replay(read_config(run), record, port, listening, differs, command or ()))
     _say(done)
     if done.difference is not None or done.exit_code:
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from rich.tree import Tree
 
 from stenograph.config import SelectConfig
 from stenograph.errors import ConfigError, boundary
-from stenograph.rundir import open_journal, read_rows, read_select
+from stenograph.rundir import load_session, open_journal, read_rows, read_select
 from stenograph.traces.export import session_row
 from stenograph.traces.samples import flatten
 from stenograph.traces.selection import selected
@@ -155,13 +155,7 @@ def ledger(run: Path) -> tuple[dict[str, Any], RenderableType]:
 
 def _session_rows(run: Path, name: str) -> list[dict[str, Any]]:
     """The branches of a session, by its id or the beginning of it, selected or not; their masks say what is trained."""
-    with open_journal(run) as journal:
-        names = [session for session in journal.sessions() if session.startswith(name)]
-        if len(names) > 1:
-            raise ConfigError(f"--session {name}: {len(names)} sessions begin so; give more of the id")
-        if not names:
-            raise ConfigError(f"--session {name}: no such session in {run}; `steno inspect {run}` lists some")
-        record = journal.load(names[0])
+    record = load_session(run, name)
     trained: dict[str, Mask] = {}
     for sample in record.samples(read_select(run)):
         for span in sample.turns:

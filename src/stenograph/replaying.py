@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from stenograph.agents.base import SessionHandle, addresses
 from stenograph.config import Config
@@ -18,7 +17,6 @@ from stenograph.errors import AgentError, ConfigError, boundary
 from stenograph.gateway.server import Gateway, new_admin_key
 from stenograph.rendering import load_rendering
 from stenograph.traces.drift import Drift
-from stenograph.traces.journal import Journal
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.session import SessionRecord
 
@@ -40,21 +38,6 @@ class Replayed:
     exit_code: int | None = None
 
 
-def load_record(run: Path, session: str) -> SessionRecord:
-    """The record of the session that has this id, or whose id alone begins so. Raises ConfigError."""
-    with Journal.reading(run / "traces.db") as journal:
-        known = journal.sessions()
-        named = [session] if session in known else [id for id in known if id.startswith(session)]
-        if len(named) > 1:
-            raise ConfigError(f"--session {session}: {len(named)} sessions begin so; give more of the id")
-        if not named:
-            raise ConfigError(f"--session {session}: no such session in {run}; `steno inspect {run}` lists some")
-        record = journal.load(named[0])
-    if not record.tree.turns:
-        raise ConfigError(f"--session {session}: no turn of it is recorded; choose another")
-    return record
-
-
 async def replay(
     config: Config,
     record: SessionRecord,
@@ -66,7 +49,10 @@ async def replay(
     """Serve `record`, by the config that it was recorded with, until `command` ends, or else SIGINT or SIGTERM comes.
 
     `listening` is told the session that an agent may use at once, `differs` the first request that is not recorded.
+    Raises ConfigError where there is nothing to replay.
     """
+    if not record.tree.turns:
+        raise ConfigError(f"session {record.id} has no recorded turn to replay; choose another")
     found: list[Drift] = []
 
     def differ(drift: Drift) -> None:

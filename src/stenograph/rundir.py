@@ -16,6 +16,7 @@ from stenograph.config import Config, SelectConfig
 from stenograph.config_loading import load_config
 from stenograph.errors import ConfigError, StenographError, boundary
 from stenograph.traces.journal import Journal
+from stenograph.traces.session import SessionRecord
 
 JOURNAL = "traces.db"  # in a run's folder
 
@@ -77,6 +78,17 @@ def written(config: Config) -> str:
 def open_journal(run: Path) -> Journal:
     """The journal of a run, by its folder or by the file itself, to read. Raises ConfigError where there is none."""
     return Journal.reading(run if run.is_file() else run / JOURNAL)
+
+
+def load_session(run: Path, name: str) -> SessionRecord:
+    """The record of the session of `run` with this id, or the only one whose id begins so. Raises ConfigError."""
+    with open_journal(run) as journal:
+        names = [session for session in journal.sessions() if session.startswith(name)]
+        if len(names) > 1:
+            raise ConfigError(f"--session {name}: {len(names)} sessions begin so; give more of the id")
+        if not names:
+            raise ConfigError(f"--session {name}: no such session in {run}; `steno inspect {run}` lists some")
+        return journal.load(names[0])
 
 
 def read_config(run: Path) -> Config:

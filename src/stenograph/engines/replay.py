@@ -45,9 +45,14 @@ class ReplayEngine(ScriptedEngine):
             self._answers[_digest(path[: len(path) - len(turn.output_ids)])].append(turn)
         self._num_given: Counter[tuple[str, bytes]] = Counter()  # by session and prompt
         self._promised: dict[tuple[str, str], Turn] = {}  # by session and the id that the turn has there
-        self.replayed: set[str] = set()  # turns
+        self._met: defaultdict[str, set[str]] = defaultdict(set)  # turns, by the session that they were given to
         self.num_repeated = 0  # answers beyond those that were recorded
         self.num_cut = 0  # answers shorter than they were recorded
+
+    @property
+    def replayed(self) -> set[str]:
+        """The turns that were given."""
+        return set().union(*self._met.values())
 
     def names(self, session: str, prompt: Ids, names: Sequence[str]) -> Sequence[str]:
         """The names in the record of the turns that will be given to `session`; the proposed ones of all others."""
@@ -66,7 +71,7 @@ class ReplayEngine(ScriptedEngine):
             turn, _ = self._answering(request.session, request.ids)
         if turn is None:
             raise self._difference(request)
-        self.replayed.add(turn.id)
+        self._met[request.session].add(turn.id)
         num_tokens = min(len(turn.output_ids), request.sampling.max_tokens)
         self.num_cut += num_tokens < len(turn.output_ids)
         for chunk in _chunks(turn, num_tokens):
@@ -93,7 +98,7 @@ class ReplayEngine(ScriptedEngine):
         record, conversation = self._record, request.conversation
         match = record.match(conversation)
         asked, parent = (match.asked, match.turn) if match is not None else (conversation, None)
-        drift = compare(record.tree, asked, parent, request.ids, record.allowed)
+        drift = compare(record.tree, asked, parent, request.ids, record.allowed, self._met[request.session])
         self._differs(drift)
         told = f"this request is not in the record of {record.id}: {_told(drift)}"
         return RequestError(told, code="not_recorded", retry=False)

@@ -62,11 +62,15 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request, recorded or not: what is new in it after the reply of `before`."""
+    """A request, recorded or not: what is new in it after the reply of `before`.
+
+    `met` are the turns that were asked for until then: what stands in its place is the first that was not. None: all.
+    """
 
     before: Output | None
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
+    met: Collection[str] | None = None
 
     @property
     def start(self) -> int:
@@ -116,13 +120,21 @@ def _explain(tree: TraceTree, turn: Turn, token: int, allowed: Collection[str]) 
     return _record(found, turn.id, parent, token, tree.node(turn.id).start - token if again else 0)
 
 
-def compare(tree: TraceTree, asked: Conversation, parent: str | None, ids: Ids, allowed: Collection[str]) -> Drift:
+def compare(
+    tree: TraceTree,
+    asked: Conversation,
+    parent: str | None,
+    ids: Ids,
+    allowed: Collection[str],
+    met: Collection[str],
+) -> Drift:
     """Describe how a request whose prompt `ids` is that of no turn differs from those that were recorded.
 
-    `asked` has what `parent` knows as it is recorded. The `turn` of what is returned is the one that stands in the
-    request's place, "" where the record has nothing there; `token` is the first that no turn was told.
+    `asked` has what `parent` knows as it is recorded; `met` are the turns that were asked for before. The `turn` of
+    what is returned is the one that stands in the request's place, "" where the record has nothing there; `token` is
+    the first that no turn was told.
     """
-    new = _Asked(None if parent is None else tree.node(parent), asked.messages, asked.tools)
+    new = _Asked(None if parent is None else tree.node(parent), asked.messages, asked.tools, met)
     new = replace(new, messages=asked.messages[new.start :])
     token = max((_num_shared(tree.path_ids(leaf), ids) for leaf in tree.leaves()), default=0)
     labels, at = _labels(tree, new)
@@ -130,13 +142,20 @@ def compare(tree: TraceTree, asked: Conversation, parent: str | None, ids: Ids, 
     if told.length < len(labels):
         found = _difference(tree, new, allowed)
         other, _ = _other(tree, new, allowed)
-        return _record(found, other or "", parent, token, 0)
+        return _record(found, _in_place(tree, other, found.message or 0), parent, token, 0)
     answered = [child for child in told.nodes[-1].children if child.has_value]
     if answered and token < len(ids):  # the very same was asked, and rendered to other ids then
         return _record(_Difference("template_rewrites_history"), answered[-1].value[-1], parent, token, 0)
-    other = tree.last_below(told.nodes[-1])
+    other = tree.first_below(told.nodes[-1])
     found = _Difference("history_truncated", len(asked.messages), tree.message(other, len(asked.messages)).role)
     return _record(found, other, parent, token, 0)
+
+
+def _in_place(tree: TraceTree, turn: str | None, index: int) -> str:
+    """The first turn on the way to `turn` that was told the message at `index`."""
+    while turn is not None and (before := tree.node(turn).before) is not None and before.num_messages > index:
+        turn = before.turn.id
+    return turn or ""
 
 
 def _record(found: _Difference, turn: str, parent: str | None, token: int, rerendered: int) -> Drift:
@@ -219,8 +238,11 @@ def _other(tree: TraceTree, new: _Asked, allowed: Collection[str]) -> tuple[str 
         if index < start:  # other tools: of the conversations with them, one that begins with the same message
             index, others = start, [child for other in others for child in other.children][-_MOST_BRANCHES:]
         asked = new.messages[index - start]
-        alike = [child for child in others if _is_same(tree.message(tree.first_below(child), index), asked, allowed)]
-        return tree.last_below((alike or others)[-1]), start
+        told = [(child, tree.message(tree.first_below(child), index)) for child in others]
+        alike = [child for child, message in told if _is_same(message, asked, allowed)]
+        alike = alike or [child for child, message in told if message.role == asked.role] or others
+        left = (child for child in alike if new.met is not None and tree.first_below(child) not in new.met)
+        return tree.last_below(next(left, alike[-1])), start
     return None, 0
 
 
