@@ -15,6 +15,7 @@ from stenograph.config import Config
 from stenograph.engines.replay import ReplayEngine
 from stenograph.errors import AgentError, ConfigError, boundary
 from stenograph.gateway.server import Gateway, new_admin_key
+from stenograph.processes import GRACE_S
 from stenograph.rendering import load_rendering
 from stenograph.traces.drift import Drift
 from stenograph.traces.memory import MemoryTraceStore
@@ -62,8 +63,11 @@ async def replay(
 
     engine = ReplayEngine(record, differ, context_length=config.engine.context_length or _CONTEXT_LENGTH)
     settings = config.gateway.model_copy(update={"port": port, "public_url": None})
+    unrouted = config.engine.model_copy(
+        update={"experts": False}
+    )  # no agent sees them, and they are freed with a session
     gateway = Gateway(
-        config.model_copy(update={"gateway": settings}),
+        config.model_copy(update={"gateway": settings, "engine": unrouted}),
         engine,
         load_rendering(config.model),
         MemoryTraceStore(record.allowed),
@@ -100,4 +104,7 @@ async def _run(command: Sequence[str], session: SessionHandle, stopped: asyncio.
     stops.cancel()
     if not ends.done():
         process.terminate()
+        await asyncio.wait((ends,), timeout=GRACE_S)
+    if not ends.done():
+        process.kill()
     return await ends

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,8 +145,8 @@ def test_an_agent_that_fails_by_itself_fails_the_replay(run: Run) -> None:
 
 
 @contextmanager
-def replaying(run: Run) -> Iterator[tuple[subprocess.Popen[str], Mapping[str, Any]]]:
-    command = [STENO, "replay", str(run.folder), "--session", run.session]
+def replaying(run: Run, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Mapping[str, Any]]]:
+    command = [STENO, "replay", str(run.folder), "--session", run.session, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -168,6 +169,15 @@ def test_without_an_agent_it_serves_until_it_is_told_to_end(run: Run, name: sign
         told, done = map(json.loads, rest.splitlines())
         assert done["difference"] == told["difference"]
         assert process.returncode == 1
+
+
+def test_an_agent_that_hangs_ends_with_the_replay(run: Run) -> None:
+    hangs = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    with replaying(run, "--", sys.executable, "-c", hangs) as (process, _):
+        time.sleep(0.5)  # for the agent to be deaf
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=20)
+        assert (json.loads(rest)["exit_code"], process.returncode) == (-signal.SIGKILL, 1)
 
 
 BAD = {

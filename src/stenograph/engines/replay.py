@@ -20,7 +20,7 @@ _QUOTED = 40  # characters from the first that differs on
 
 
 class ReplayEngine(ScriptedEngine):
-    """Plays what is recorded in one session, to any number of sessions: each gets all of it.
+    """Plays what is recorded in one session, to any number of sessions: each gets all of it, but for routed experts.
 
     Turns with the same prompt are given in the order in which they were asked for, and the last of them again where it
     is asked for once more. `differs` is called with each prompt that is not recorded.
@@ -34,7 +34,6 @@ class ReplayEngine(ScriptedEngine):
         self.capabilities = Capabilities(
             context_length=context_length,
             logprobs_mode=turns[0].logprobs_mode if turns else "raw",
-            experts=any(turn.experts is not None for turn in turns),
             constrained=any(turn.sampling.constrained for turn in turns),
         )
         self._record = record
@@ -132,16 +131,13 @@ def _chunks(turn: Turn, num_tokens: int) -> Iterator[Chunk]:
     versions = [(start, version) for start, version in turn.versions if start < num_tokens] or [(0, 0)]
     starts = {0, *(start for start, _ in versions)}
     starts |= set(range(num_tokens)) if turn.stopped_by is None else set()
-    num_before = 0 if turn.experts is None else len(turn.experts) - len(turn.output_ids)
     for start, end in pairwise([*sorted(starts), num_tokens]):
-        rows = slice(num_before + start if start else 0, num_before + end)
         whole = end == len(turn.output_ids)
         yield Chunk(
             turn.output_ids[start:end],
             turn.rollout_logprobs[start:end],
             next(version for first, version in reversed(versions) if first <= start),
             None if end < num_tokens else turn.finish_reason if whole else "length",
-            None if turn.experts is None else turn.experts[rows],
         )
 
 

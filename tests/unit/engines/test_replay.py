@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -41,12 +42,10 @@ async def said(engine: ReplayEngine, session: str = "s", turn: str = "") -> list
     return np.concatenate([chunk.ids for chunk in await chunks(engine, session=session, turn=turn)]).tolist()
 
 
-async def test_a_recorded_prompt_gets_all_that_is_recorded_of_its_turn() -> None:
-    experts = np.arange(100, dtype=np.uint8).reshape(50, 1, 2)  # two of the prompt, a row for each token sampled
-    recorded = turn(range(48), versions=((0, 3), (20, 4)), finish_reason="length", experts=experts)
+async def test_a_recorded_prompt_gets_what_was_sampled() -> None:
+    recorded = turn(range(48), versions=((0, 3), (20, 4)), finish_reason="length")
     got = await chunks(engine(recorded))
     np.testing.assert_array_equal(np.concatenate([one.logprobs for one in got]), recorded.rollout_logprobs)
-    np.testing.assert_array_equal(np.concatenate([one.experts for one in got if one.experts is not None]), experts)
     assert [version for one in got for version in [one.version] * len(one.ids)] == [3] * 20 + [4] * 28
     assert [one.finish_reason for one in got] == [None] * (len(got) - 1) + ["length"]
     assert len(got) > 2  # so that a stream has pieces
@@ -104,6 +103,18 @@ async def test_another_prompt_is_refused_and_told_of() -> None:
     [drift] = differs
     assert (drift.cause, drift.message, drift.char, drift.token) == ("message_changed", 0, 4, 2)
     assert replay.replayed == set()
+
+
+async def test_what_differs_is_compared_with_the_first_that_was_not_asked_for_yet() -> None:
+    differs: list[Drift] = []
+    turns = [make_turn([n], [7], asked=(user(text),)) for n, text in enumerate(["one", "two", "three"])]
+    replay = engine(*turns, differs=differs)
+    for prompt in ([0], [9]):
+        request = Generate(np.array(prompt, np.int32), Sampling(), "s", conversation=asking("another"))
+        with suppress(RequestError):
+            assert [chunk async for chunk in replay.generate(request)]
+    [drift] = differs
+    assert (drift.turn, drift.before) == (turns[1].id, "two")
 
 
 async def test_an_empty_record_has_nothing_alike() -> None:
