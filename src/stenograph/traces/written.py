@@ -52,10 +52,12 @@ class WrittenTurn:
 def write(turn: Turn, parent: Turn | None, call: str, shared: Shared | None) -> WrittenTurn:
     """Raises TraceError where something in `turn` cannot be written."""
     values = {name: getattr(turn, name) for name in _VALUES if parent is None or not _same(name, turn, parent)}
-    record: dict[str, Any] = {name: _WRITE[name](value) if name in _WRITE else value for name, value in values.items()}
-    record["messages"] = [_message(message) for message in turn.messages]
-    record["reply"] = _reply(turn.reply)
     try:
+        record: dict[str, Any] = {
+            name: _WRITE[name](value) if name in _WRITE else value for name, value in values.items()
+        }
+        record["messages"] = [_message(message) for message in turn.messages]
+        record["reply"] = _reply(turn.reply)
         written = orjson.dumps(record)
     except TypeError as e:  # orjson's own errors too
         raise TraceError(f"turn {turn.id} cannot be written: {e}") from e
@@ -110,16 +112,14 @@ def _ids(written: bytes) -> Ids:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    held = {
-        "content": message.content,
-        "reasoning": message.reasoning,
-        "tool_calls": _calls(message.tool_calls),
-        "tool_call_id": message.tool_call_id,
-        "name": message.name,
-        "turn": message.turn,
-        "joints": message.joints,
-    }
-    return {"role": message.role, **{name: value for name, value in held.items() if value not in ("", None, (), [])}}
+    held: dict[str, Any] = {"role": message.role}
+    for name in ("content", "reasoning", "tool_call_id", "name", "turn", "joints"):
+        if (value := getattr(message, name)) != _UNSAID[name]:  # an empty id is one all the same
+            held[name] = value
+    return {**held, "tool_calls": _calls(message.tool_calls)} if message.tool_calls else held
+
+
+_UNSAID = {field.name: field.default for field in fields(Message)}
 
 
 def _read_message(held: dict[str, Any]) -> Message:
