@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from stenograph.types import BranchRole, EndedBy, FinishReason, Message, Reply, Role, Sampling, Tool, ToolCall, Turn
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(["é🙂\n", "\0", '"\\', "\u2028"])
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
+    ["é🙂\n", "\0", '"\\', "\u2028"]
+)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 CALLS = st.lists(st.builds(ToolCall, TEXTS, TEXTS, TEXTS), max_size=3).map(tuple)
 MESSAGES = st.builds(

@@ -7,7 +7,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 import orjson
 from numpy.typing import NDArray
 
-from stenograph.errors import ConfigError, OwnedElsewhere, TraceError, UnknownSession
+from stenograph.errors import ConfigError, OwnedElsewhere, TraceError, UnknownSession, boundary
 from stenograph.traces import schema
 from stenograph.traces.leases import Leases
 from stenograph.traces.owners import is_at_work
 from stenograph.traces.payloads import Holder
-from stenograph.traces.recovery import Event, Row, SetAside, restore
+from stenograph.traces.recovery import Event, Row, SetAside, event_checksum, restore
 from stenograph.traces.session import Opening, SessionRecord
 from stenograph.traces.written import Shared, WrittenTurn, write
 from stenograph.types import Payload, Turn
@@ -146,7 +146,8 @@ class Journal:
         written = _dumps(record)
         with self._transaction():
             number = self._owned(session, owner)
-            self._run("INSERT INTO events (session, kind, record) VALUES (?, ?, ?)", number, kind, written)
+            values = (number, kind, written, event_checksum(kind, written))
+            self._run("INSERT INTO events (session, kind, record, checksum) VALUES (?, ?, ?, ?)", *values)
 
     def release(self, sessions: Sequence[str], keep: str) -> None:
         """Say that nobody needs the sessions any more, and delete what is not to be kept of all that were released.
@@ -165,8 +166,10 @@ class Journal:
                 gone = "SELECT number FROM sessions WHERE released_s IS NOT NULL"
                 gone += " ORDER BY released_s DESC, number DESC LIMIT -1 OFFSET ?"
                 for (number,) in self._run(gone, num_kept).fetchall():
-                    self._run("DELETE FROM events WHERE session = ?", number)
-                    self._run("DELETE FROM turns WHERE session = ?", number)
+                    for place in ("turns", "events"):
+                        held = f"SELECT number FROM {place} WHERE session = ?"
+                        self._run(f"DELETE FROM quarantined WHERE place = ? AND number IN ({held})", place, number)
+                        self._run(f"DELETE FROM {place} WHERE session = ?", number)
                     self._run("DELETE FROM sessions WHERE number = ?", number)
 
     # --- payloads ----------------------------------------------------------------------------------------------------
@@ -259,53 +262,87 @@ class Journal:
 
     def load(self, session: str) -> SessionRecord:
         """Read a session. Turns that cannot be, and those that go on from them, are set aside and logged."""
-        with _refused(self.path):
+        with self._snapshot():
             opening, allowed, number, released = self._opening(session)
             record = SessionRecord(opening, allowed, released=released)
-            aside = restore(record, self._rows(number), self._events(number))
-        self._quarantine(session, aside)
+            aside = restore(record, self._turns(number), self._events(number))
+        if aside:
+            self._quarantine(session, aside)
         return record
 
-    def _rows(self, session: int) -> Iterator[Row]:
-        numbers = self._run("SELECT number FROM turns WHERE session = ? ORDER BY number", session).fetchall()
-        for (number,) in numbers:
+    def _turns(self, session: int) -> Iterator[Row]:
+        for number in self._numbers("turns", session):
             try:
-                yield _row(self._one(_SELECT_TURN, number))
+                yield _row(number, self._one(_SELECT_TURN, number, session))
             except (sqlite3.Error, UnicodeError, TypeError) as e:
-                yield Row(number, None, damage=f"it cannot be read ({e})")
+                yield Row(number, None, damage=f"it cannot be read ({e})", num_sampled=self._num_sampled(number))
+
+    def _num_sampled(self, turn: int) -> int:
+        """How many tokens a turn that cannot be read has sampled, where at least that can be told."""
+        with suppress(sqlite3.Error, TypeError):  # a blob's length stands at its row's beginning
+            return self._one("SELECT length(output_ids) FROM turns WHERE number = ?", turn)[0] // 4
+        return 0
 
     def _events(self, session: int) -> Iterator[Event]:
-        for kind, record in self._run("SELECT kind, record FROM events WHERE session = ? ORDER BY number", session):
-            yield Event(kind, orjson.loads(record))
+        for number in self._numbers("events", session):
+            try:
+                yield Event(number, *self._one(_SELECT_EVENT, number, session))
+            except (sqlite3.Error, UnicodeError, TypeError) as e:
+                yield Event(number, "", "", damage=f"it cannot be read ({e})")
+
+    def _numbers(self, place: str, session: int) -> list[int]:
+        """Of what a session has in a table, in order; where its index is damaged, as far as the table can be read."""
+        try:
+            found = self._run(f"SELECT number FROM {place} WHERE session = ? ORDER BY number", session)
+            return [number for (number,) in found]
+        except sqlite3.DatabaseError as e:
+            log.warning("%s: the index of its %s is damaged (%s); all of them are read instead", self.path, place, e)
+        numbers: list[int] = []
+        try:
+            for (number,) in self._run(f"SELECT number FROM {place} NOT INDEXED WHERE session = ?", session):
+                numbers.append(number)
+        except sqlite3.DatabaseError as e:
+            log.warning("%s: %s after number %s are lost (%s)", self.path, place, numbers[-1] if numbers else 0, e)
+        return numbers
 
     def _quarantine(self, session: str, aside: Sequence[SetAside]) -> None:
         """Say what was set aside, once: here and in the database."""
         with _refused(self.path):
-            known = {number for (number,) in self._run("SELECT turn FROM quarantined")} if aside else set()
-        new = [one for one in aside if one.number not in known]
+            known = set(self._run("SELECT place, number FROM quarantined"))
+        new = [one for one in aside if (one.place, one.number) not in known]
         for one in new:
-            name = one.turn or f"number {one.number}"
-            log.warning("%s: turn %s of session %s is set aside: %s", self.path, name, session, one.reason)
-        with suppress(TraceError), self._transaction():  # of a database that is only read, it is said again next time
-            for one in new:
-                self._run("INSERT INTO quarantined VALUES (?, ?, ?)", one.number, one.reason, time.time())
+            log.warning("%s: %s of session %s is set aside: %s", self.path, one.name, session, one.reason)
+        if new:
+            with suppress(TraceError), self._transaction():  # of one that is only read, it is said again next time
+                for one in new:
+                    values = (one.place, one.number, one.reason, time.time())
+                    self._run("INSERT INTO quarantined VALUES (?, ?, ?, ?)", *values)
 
     def _opening(self, session: str) -> tuple[Opening, list[str], int, bool]:
         found = self._one("SELECT number, key_digest, opening, released_s FROM sessions WHERE id = ?", session)
         if found is None:
             raise UnknownSession(session)
         number, key_digest, written, released_s = found
-        held = orjson.loads(written)
-        ttl_s = held["ttl_s"] if held["ttl_s"] is not None else math.inf
-        opening = Opening(session, held["metadata"], held["traced"], key_digest, ttl_s)
+        with boundary(TraceError, f"read what session {session} was opened with"):
+            held = orjson.loads(written)
+            ttl_s = held["ttl_s"] if held["ttl_s"] is not None else math.inf
+            opening = Opening(session, held["metadata"], held["traced"], key_digest, ttl_s)
         return opening, held["allowed"], number, released_s is not None
 
     # --- SQLite ------------------------------------------------------------------------------------------------------
 
+    def _transaction(self) -> AbstractContextManager[None]:
+        """To write in."""
+        return self._between("BEGIN IMMEDIATE")
+
+    def _snapshot(self) -> AbstractContextManager[None]:
+        """To read in: whatever others write meanwhile, it is of one moment."""
+        return self._between("BEGIN")
+
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _between(self, begin: str) -> Iterator[None]:
         with _refused(self.path):
-            self._run("BEGIN IMMEDIATE")
+            self._run(begin)
             try:
                 yield
                 self._run("COMMIT")
@@ -325,17 +362,23 @@ _INSERT_TURN = """INSERT INTO turns (
     session, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
 ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
 _SELECT_TURN = """SELECT
-    number, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
-FROM turns WHERE number = ?"""
+    id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
+FROM turns WHERE number = ? AND session = ?"""
+_SELECT_EVENT = "SELECT kind, record, checksum FROM events WHERE number = ? AND session = ?"
 _OWNER = """SELECT released_s, owner, address
 FROM sessions LEFT JOIN owners ON owners.id = sessions.owner WHERE sessions.id = ?"""
 
 
-def _row(found: Sequence[Any]) -> Row:
-    number, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, logprobs, record, checksum = found
+def _row(number: int, found: Sequence[Any] | None) -> Row:
+    """Raises TypeError where that is no turn."""
+    if found is None:
+        raise TypeError("it is in the index and not in the table")
+    id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, logprobs, record, checksum = found
+    arrays = (context_ids, output_ids, logprobs)
+    if not all(isinstance(one, bytes) for one in arrays) or not all(isinstance(one, str) for one in (id, call, record)):
+        raise TypeError("its columns are not of the types that they were")
     shared = Shared(shared_turn, shared_tokens) if shared_turn is not None else None
-    written = WrittenTurn(id, parent, call, shared, context_ids, output_ids, logprobs, record.encode())
-    return Row(number, written, checksum)
+    return Row(number, WrittenTurn(id, parent, call, shared, *arrays, record.encode()), checksum)
 
 
 def _connect(address: str) -> sqlite3.Connection:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
+
+import orjson
 
 from stenograph.errors import TraceError
 from stenograph.traces.selection import Branch, Dropped, Selection
@@ -24,29 +27,38 @@ class Row:
     number: int
     written: WrittenTurn | None
     checksum: int = 0
-    damage: str = ""  # what SQLite said
-
-
-@dataclass(frozen=True, slots=True)
-class SetAside:
-    """A turn that could not be read, or whose place is gone."""
-
-    number: int
-    turn: str | None
-    reason: str
+    damage: str = ""  # why `written` is None
+    num_sampled: int = 0  # tokens, where that is all that is known
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What became of a session: `mark`, `drop`, `seal` or `settle`, as `SessionRecord` has them."""
+    """What became of a session: `mark`, `drop`, `seal` or `settle`, as `SessionRecord` has them, as JSON."""
 
+    number: int
     kind: str
-    record: Mapping[str, Any]
+    record: str
+    checksum: int = 0
+    damage: str = ""  # why there is nothing of it
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A turn that could not be read, or whose place is gone, or what became of a session and cannot be read."""
+
+    place: Literal["turns", "events"]
+    number: int
+    name: str
+    reason: str
+
+
+def event_checksum(kind: str, record: str) -> int:
+    return zlib.crc32(f"{kind} {record}".encode())
 
 
 def restore(record: SessionRecord, rows: Iterable[Row], events: Iterable[Event]) -> list[SetAside]:
     """Fill an empty `record`. Returns what was set aside."""
-    aside = []
+    aside: list[SetAside] = []
     for _, call in groupby(rows, key=lambda row: row.written.call if row.written else row.number):
         turns: list[Turn] = []
         parent = None
@@ -54,14 +66,24 @@ def restore(record: SessionRecord, rows: Iterable[Row], events: Iterable[Event])
             try:
                 turns.append(_turn(record, row, turns))
                 parent = row.written.parent if row.written else None
-            except (TraceError, ValueError, TypeError, KeyError, AttributeError) as e:
-                aside.append(SetAside(row.number, row.written.id if row.written else None, str(e) or repr(e)))
-                record.drop(QUARANTINED, len(row.written.output_ids) // 4 if row.written else 0)
+            except _DAMAGED as e:
+                name = row.written.id if row.written else f"number {row.number}"
+                aside.append(SetAside("turns", row.number, f"turn {name}", str(e) or repr(e)))
+                record.drop(QUARANTINED, len(row.written.output_ids) // 4 if row.written else row.num_sampled)
         if turns:
             record.commit(parent, turns)
     for event in events:
-        _APPLY[event.kind](record, event.record)
+        try:
+            if event.damage or event_checksum(event.kind, event.record) != event.checksum:
+                raise TraceError(event.damage or _CHANGED)
+            _APPLY[event.kind](record, orjson.loads(event.record))
+        except _DAMAGED as e:
+            aside.append(SetAside("events", event.number, f"event number {event.number}", str(e) or repr(e)))
     return aside
+
+
+_DAMAGED = (TraceError, ValueError, TypeError, KeyError, AttributeError)
+_CHANGED = "it is not what was written (its checksum differs)"
 
 
 def _turn(record: SessionRecord, row: Row, siblings: Sequence[Turn]) -> Turn:
@@ -70,10 +92,10 @@ def _turn(record: SessionRecord, row: Row, siblings: Sequence[Turn]) -> Turn:
     if written is None:
         raise TraceError(row.damage)
     if written.checksum != row.checksum:
-        raise TraceError("it is not what was written (its checksum differs)")
+        raise TraceError(_CHANGED)
     for name in (written.parent, written.shared.turn if written.shared else None):
         if name is not None and name not in record.tree and all(name != turn.id for turn in siblings):
-            raise TraceError(f"it goes on from {name}, which is set aside")
+            raise TraceError(f"it begins as {name} does, which is set aside")
     parent = record.tree.turn(written.parent) if written.parent is not None else None
     turn = read(written, parent, EMPTY)
     if written.shared is not None:

@@ -45,11 +45,18 @@ _STEPS: tuple[tuple[str, ...], ...] = (
             number INTEGER PRIMARY KEY,
             session INTEGER NOT NULL REFERENCES sessions (number),
             kind TEXT NOT NULL,
-            record TEXT NOT NULL
+            record TEXT NOT NULL,
+            checksum INTEGER NOT NULL
         )""",
         "CREATE INDEX events_by_session ON events (session)",
-        # Turns that could not be read, and why; they stay where they are.
-        "CREATE TABLE quarantined (turn INTEGER PRIMARY KEY, reason TEXT NOT NULL, found_s REAL NOT NULL)",
+        # Turns and events that could not be read, and why; they stay where they are. `place`: turns or events.
+        """CREATE TABLE quarantined (
+            place TEXT NOT NULL,
+            number INTEGER NOT NULL,
+            reason TEXT NOT NULL,
+            found_s REAL NOT NULL,
+            PRIMARY KEY (place, number)
+        )""",
         # What was at work on the database: its configuration as TOML, and what tells its tokenizer from another.
         "CREATE TABLE starts (started_s REAL NOT NULL, config TEXT NOT NULL, tokenizer TEXT NOT NULL)",
         # Stores that are at work on the database, as long as their locks are held (`traces.owners`).
