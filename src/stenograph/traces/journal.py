@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             connection = _connect(f"{path.absolute().as_uri()}?mode=rwc")
             try:
+                schema.is_current(connection, path)  # before anything is changed of what may be another's
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA synchronous = NORMAL")
                 connection.execute("PRAGMA wal_autocheckpoint = 0")  # a thread of the store's does it
@@ -66,7 +68,10 @@ class Journal:
             told = f"{path.parent} holds no {path.name}" if path.parent.is_dir() else f"{path.parent} is not a folder"
             raise ConfigError(f'{told}; give the folder of a run that was recorded (store.kind = "sqlite")')
         with _opening(path):
-            connection = _connect(f"{path.absolute().as_uri()}?mode=ro")
+            address = f"{path.absolute().as_uri()}?mode=ro"
+            if not os.access(path.parent, os.W_OK) and not _num_wal_bytes(path):
+                address += "&immutable=1"  # SQLite cannot make the files that it wants beside it, and needs none
+            connection = _connect(address)
             try:
                 is_current = schema.is_current(connection, path)
             except BaseException:
@@ -200,10 +205,7 @@ class Journal:
             self._run("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def num_wal_bytes(self) -> int:
-        try:
-            return self.path.with_name(self.path.name + "-wal").stat().st_size
-        except FileNotFoundError:
-            return 0
+        return _num_wal_bytes(self.path)
 
     # --- owners ------------------------------------------------------------------------------------------------------
 
@@ -379,6 +381,13 @@ def _row(number: int, found: Sequence[Any] | None) -> Row:
         raise TypeError("its columns are not of the types that they were")
     shared = Shared(shared_turn, shared_tokens) if shared_turn is not None else None
     return Row(number, WrittenTurn(id, parent, call, shared, *arrays, record.encode()), checksum)
+
+
+def _num_wal_bytes(path: Path) -> int:
+    try:
+        return path.with_name(path.name + "-wal").stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _connect(address: str) -> sqlite3.Connection:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby, takewhile
 from typing import Any, Literal
 
 import orjson
@@ -13,7 +13,7 @@ import orjson
 from stenograph.errors import TraceError
 from stenograph.traces.selection import Branch, Dropped, Selection
 from stenograph.traces.session import Disposition, Ended, SessionRecord
-from stenograph.traces.trace import EMPTY
+from stenograph.traces.trace import EMPTY, TraceTree
 from stenograph.traces.written import WrittenTurn, read
 from stenograph.types import Ids, Turn
 
@@ -154,8 +154,16 @@ def _settle(record: SessionRecord, held: Mapping[str, Any]) -> None:
         for turn, parts in held["ended"].items()
     }
     selection = _read_selection(held["selection"])
-    whole = [branch for branch in selection.branches if all(turn in record.tree for turn in branch.turns)]
-    record.settle(ended, Selection(tuple(whole), selection.dropped))
+    left = [cut for branch in selection.branches if (cut := _cut(record.tree, branch)) is not None]
+    record.settle(ended, Selection(tuple(left), selection.dropped))
+
+
+def _cut(tree: TraceTree, branch: Branch) -> Branch | None:
+    """A branch up to the first turn that is set aside; None where that is its first."""
+    turns = tuple(takewhile(lambda turn: turn in tree, branch.turns))
+    if turns == branch.turns or not turns:
+        return branch if turns else None
+    return replace(branch, turns=turns, length=tree.node(turns[-1]).end, truncated=False)
 
 
 _APPLY: dict[str, Callable[[SessionRecord, Mapping[str, Any]], None]] = {
