@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -333,18 +333,10 @@ class Journal:
 
     # --- SQLite ------------------------------------------------------------------------------------------------------
 
-    def _transaction(self) -> AbstractContextManager[None]:
-        """To write in."""
-        return self._between("BEGIN IMMEDIATE")
-
-    def _snapshot(self) -> AbstractContextManager[None]:
-        """To read in: whatever others write meanwhile, it is of one moment."""
-        return self._between("BEGIN")
-
     @contextmanager
-    def _between(self, begin: str) -> Iterator[None]:
+    def _transaction(self) -> Iterator[None]:
         with _refused(self.path):
-            self._run(begin)
+            self._run("BEGIN IMMEDIATE")
             try:
                 yield
                 self._run("COMMIT")
@@ -352,6 +344,16 @@ class Journal:
                 if self._connection.in_transaction:  # where SQLite has not ended it by itself
                     self._run("ROLLBACK")
                 raise
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        """Whatever others write meanwhile, what is read is of one moment."""
+        with _refused(self.path):
+            self._run("BEGIN")
+            try:
+                yield
+            finally:
+                self._run("ROLLBACK")  # which does not mind damage, as COMMIT does
 
     def _run(self, statement: str, *values: Any) -> sqlite3.Cursor:
         return self._connection.execute(statement, values)
