@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,15 @@ _PERIOD_S = 1.0  # of the housekeeping
 _MOST_WAL_BYTES = 4 * 2**20  # before it is written back
 
 
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What became of a session, to be written."""
+
+    session: str
+    kind: str
+    record: dict[str, Any]
+
+
 @dataclass(slots=True, eq=False)
 class _Held:
     record: SessionRecord
@@ -43,7 +54,8 @@ class SqliteTraceStore:
 
     Sessions that nobody asked for in `idle_s`, and the longest unused ones where all take more than `memory_bytes`, are
     let go from memory and read again when they are asked for. `address` is where other processes reach this one's
-    sessions: one that another store has raises OwnedElsewhere.
+    sessions: one that another store has raises OwnedElsewhere. What is said of tokens that are spent already, by `mark`
+    and `drop`, stands though the disk has no room for it: it is written before whatever is written next.
     """
 
     def __init__(
@@ -64,6 +76,7 @@ class SqliteTraceStore:
         self._lock = threading.RLock()
         self._sessions: dict[str, _Held] = {}  # the longest unused first
         self._num_bytes = 0
+        self._unwritten: deque[_Note] = deque()  # their sessions stay in memory
         self._journal = Journal.writing(path)
         self._owner = Owner(path)
         self._journal.enrol(self._owner.id, address)
@@ -84,13 +97,17 @@ class SqliteTraceStore:
         self._closing.set()
         self._housekeeping.join()
         with self._lock:
-            self._sessions.clear()
+            try:
+                self._catch_up()
+            except TraceError as e:
+                log.warning("%s; %d marks and drops are lost", e, len(self._unwritten))
             try:
                 self._journal.retire(self._owner.id)
                 self._journal.checkpoint()
             except TraceError as e:
                 log.warning("%s", e)
             finally:
+                self._sessions.clear()
                 self._journal.close()
                 self._owner.close()
 
@@ -114,32 +131,33 @@ class SqliteTraceStore:
     def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:
         with self._lock:
             record, marked = self._held(session), list(turns)
-            self._note(session, "mark", {"turns": marked, "state": state})
             record.mark(marked, state)
+            self._note_soon(_Note(session, "mark", {"turns": marked, "state": state}))
 
     def drop(self, session: str, reason: str, num_tokens: int) -> None:
         with self._lock:
             record = self._held(session)
-            self._note(session, "drop", {"reason": reason, "num_tokens": num_tokens})
             record.drop(reason, num_tokens)
+            self._note_soon(_Note(session, "drop", {"reason": reason, "num_tokens": num_tokens}))
 
     def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
         with self._lock:
             record = self._held(session)
-            self._note(session, "seal", {"reward": reward, "status": status})
+            self._note(_Note(session, "seal", {"reward": reward, "status": status}))
             record.seal(reward, status)
 
     def settle(self, session: str, disposition: Disposition, select: SelectConfig = DEFAULT) -> None:
         with self._lock:
             record = self._held(session)
             ended, selection = record.ending(disposition, select)
-            self._note(session, "settle", settled(ended, selection))
+            self._note(_Note(session, "settle", settled(ended, selection)))
             record.settle(ended, selection)
 
     def release(self, sessions: Iterable[str]) -> list[str]:
         with self._lock:
             known = [session for session in dict.fromkeys(sessions) if self._is_ours(session)]
             if known:
+                self._catch_up()
                 self._journal.release(known, self._keep)
             for session in known:
                 if (held := self._sessions.get(session)) is not None:
@@ -147,11 +165,30 @@ class SqliteTraceStore:
                 self._let_go(session)
             return known
 
-    def _note(self, session: str, kind: str, record: dict[str, Any]) -> None:
-        self._written(session, lambda: self._journal.note(session, kind, record, self._owner.id))
+    def _note(self, note: _Note) -> None:
+        self._written(note.session, lambda: self._journal.note(note.session, note.kind, note.record, self._owner.id))
+
+    def _note_soon(self, note: _Note) -> None:
+        """Write it, now or as soon as there is room."""
+        try:
+            self._note(note)
+        except (OwnedElsewhere, UnknownSession):
+            raise
+        except TraceError as e:
+            log.warning("session %s: a %s is kept until it can be written: %s", note.session, note.kind, e)
+            self._unwritten.append(note)
+
+    def _catch_up(self) -> None:
+        """Write what could not be written. Raises TraceError while that is so."""
+        while self._unwritten:
+            note = self._unwritten[0]
+            with suppress(OwnedElsewhere, UnknownSession):  # it is not ours to say any more
+                self._journal.note(note.session, note.kind, note.record, self._owner.id)
+            self._unwritten.popleft()
 
     def _written(self, session: str, write: Callable[[], None]) -> None:
         """Write, and know no more of a session that another store has by now."""
+        self._catch_up()
         try:
             write()
         except OwnedElsewhere:
@@ -216,8 +253,16 @@ class SqliteTraceStore:
 
     def _evict(self) -> None:
         """Make room; the session that was used last stays."""
-        while self._num_bytes > self._memory_bytes and len(self._sessions) > 1:
-            self._let_go(next(iter(self._sessions)))
+        if self._num_bytes > self._memory_bytes:
+            for session in self._evictable()[:-1]:
+                self._let_go(session)
+                if self._num_bytes <= self._memory_bytes:
+                    return
+
+    def _evictable(self) -> list[str]:
+        """The sessions that the journal has all of, the longest unused first."""
+        kept = {note.session for note in self._unwritten}
+        return [session for session in self._sessions if session not in kept]
 
     def _is_ours(self, session: str) -> bool:
         try:
@@ -238,9 +283,12 @@ class SqliteTraceStore:
                 except TraceError as e:
                     log.warning("%s", e)
                 with self._lock:
+                    with suppress(TraceError):  # it was said
+                        self._catch_up()
                     oldest_s = time.monotonic() - self._idle_s
-                    for session in [name for name, held in self._sessions.items() if held.used_s < oldest_s]:
-                        self._let_go(session)
+                    for session in self._evictable():
+                        if self._sessions[session].used_s < oldest_s:
+                            self._let_go(session)
 
 
 class _Payloads:
