@@ -21,9 +21,10 @@ from stenograph.traces import schema
 from stenograph.traces.leases import Leases
 from stenograph.traces.owners import is_at_work
 from stenograph.traces.payloads import Holder
-from stenograph.traces.recovery import Event, Row, SetAside, event_checksum, restore
+from stenograph.traces.recovery import SetAside, event_checksum, restore
+from stenograph.traces.rows import Rows
 from stenograph.traces.session import Opening, SessionRecord
-from stenograph.traces.written import Shared, WrittenTurn, write
+from stenograph.traces.written import Shared, write
 from stenograph.types import Payload, Turn
 
 log = logging.getLogger(__name__)
@@ -267,45 +268,11 @@ class Journal:
         with self._snapshot():
             opening, allowed, number, released = self._opening(session)
             record = SessionRecord(opening, allowed, released=released)
-            aside = restore(record, self._turns(number), self._events(number))
+            rows = Rows(self.path, self._connection, number)
+            aside = restore(record, rows.turns(), rows.events())
         if aside:
             self._quarantine(session, aside)
         return record
-
-    def _turns(self, session: int) -> Iterator[Row]:
-        for number in self._numbers("turns", session):
-            try:
-                yield _row(number, self._one(_SELECT_TURN, number, session))
-            except (sqlite3.Error, UnicodeError, TypeError) as e:
-                yield Row(number, None, damage=f"it cannot be read ({e})", num_sampled=self._num_sampled(number))
-
-    def _num_sampled(self, turn: int) -> int:
-        """How many tokens a turn that cannot be read has sampled, where at least that can be told."""
-        with suppress(sqlite3.Error, TypeError):  # a blob's length stands at its row's beginning
-            return self._one("SELECT length(output_ids) FROM turns WHERE number = ?", turn)[0] // 4
-        return 0
-
-    def _events(self, session: int) -> Iterator[Event]:
-        for number in self._numbers("events", session):
-            try:
-                yield Event(number, *self._one(_SELECT_EVENT, number, session))
-            except (sqlite3.Error, UnicodeError, TypeError) as e:
-                yield Event(number, "", "", damage=f"it cannot be read ({e})")
-
-    def _numbers(self, place: str, session: int) -> list[int]:
-        """Of what a session has in a table, in order; where its index is damaged, as far as the table can be read."""
-        try:
-            found = self._run(f"SELECT number FROM {place} WHERE session = ? ORDER BY number", session)
-            return [number for (number,) in found]
-        except sqlite3.DatabaseError as e:
-            log.warning("%s: the index of its %s is damaged (%s); all of them are read instead", self.path, place, e)
-        numbers: list[int] = []
-        try:
-            for (number,) in self._run(f"SELECT number FROM {place} NOT INDEXED WHERE session = ?", session):
-                numbers.append(number)
-        except sqlite3.DatabaseError as e:
-            log.warning("%s: %s after number %s are lost (%s)", self.path, place, numbers[-1] if numbers else 0, e)
-        return numbers
 
     def _quarantine(self, session: str, aside: Sequence[SetAside]) -> None:
         """Say what was set aside, once: here and in the database."""
@@ -365,24 +332,8 @@ class Journal:
 _INSERT_TURN = """INSERT INTO turns (
     session, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
 ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-_SELECT_TURN = """SELECT
-    id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
-FROM turns WHERE number = ? AND session = ?"""
-_SELECT_EVENT = "SELECT kind, record, checksum FROM events WHERE number = ? AND session = ?"
 _OWNER = """SELECT released_s, owner, address
 FROM sessions LEFT JOIN owners ON owners.id = sessions.owner WHERE sessions.id = ?"""
-
-
-def _row(number: int, found: Sequence[Any] | None) -> Row:
-    """Raises TypeError where that is no turn."""
-    if found is None:
-        raise TypeError("it is in the index and not in the table")
-    id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, logprobs, record, checksum = found
-    arrays = (context_ids, output_ids, logprobs)
-    if not all(isinstance(one, bytes) for one in arrays) or not all(isinstance(one, str) for one in (id, call, record)):
-        raise TypeError("its columns are not of the types that they were")
-    shared = Shared(shared_turn, shared_tokens) if shared_turn is not None else None
-    return Row(number, WrittenTurn(id, parent, call, shared, *arrays, record.encode()), checksum)
 
 
 def _num_wal_bytes(path: Path) -> int:
