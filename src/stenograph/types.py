@@ -181,6 +181,7 @@ class Turn:
     seconds: float = 0.0
     client_session: str | None = None  # the id of the client's own session, where it sends one
     num_instructions: int | None = None  # messages that hold for a stored response alone; None: it is not stored
+    request: str = ""  # a digest of what was asked, by which a repeat is known
 
 
 @dataclass(frozen=True, slots=True)

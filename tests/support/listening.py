@@ -45,7 +45,7 @@ def chat_body(text: str, **fields: Any) -> bytes:
 def new_call(text: str, **fields: Any) -> Call:
     """A call as the gateway makes one of a chat request."""
     request = chat.parse_request(chat_body(text, **fields))
-    return Call(request, {}, b"key", max_tokens=100)
+    return Call(request, {}, "key", max_tokens=100)
 
 
 async def becomes(condition: Callable[[], bool]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import orjson
@@ -133,13 +134,28 @@ class Answers:
         for call in session.calls.get(key, ()) if session.id else ():  # what has no session is nobody's to repeat
             if call.answers(key, max_tokens):
                 return call
-        self._check_limits(session, request.num_choices)
+        recorded = self._recorded(session, request, key, max_tokens)
+        if not recorded:
+            self._check_limits(session, request.num_choices)
         call = Call(request, headers, key, max_tokens)
-        session.start(call, self._take(session, call))
+        session.start(call, self._take(session, call, recorded))
         return call
 
-    async def _take(self, session: Session, call: Call) -> None:
-        await self._turns.take(session, call)
+    def _recorded(self, session: Session, request: Request, key: str, max_tokens: int) -> tuple[str, ...]:
+        """The turns that an earlier process recorded for the same request and nobody got, as `Call.answers` has it."""
+        for turns in session.recorded.get(key, ()):
+            held = [self._store.tree(session.id).turn(turn) for turn in turns]
+            is_cut = any(turn.finish_reason == "length" for turn in held)
+            if len(turns) == request.num_choices and (max_tokens <= held[0].sampling.max_tokens or not is_cut):
+                session.recorded[key].remove(turns)
+                return turns
+        return ()
+
+    async def _take(self, session: Session, call: Call, recorded: Sequence[str]) -> None:
+        if recorded:
+            await self._turns.tell_again(session, call, recorded)
+        else:
+            await self._turns.take(session, call)
         if call.answered:
             if not session.traced:
                 session.stored.keep(call.name, call.request, call.answered[0])
@@ -183,13 +199,13 @@ class Answers:
 _MARKS: dict[State, TurnState] = {State.DELIVERED: "delivered", State.UNDELIVERED: "undelivered"}
 
 
-def _key(request: Request) -> Hashable:
+def _key(request: Request) -> str:
     """Equal for requests that ask the same: not the same bytes, for clients change what means nothing."""
     grammar = orjson.dumps(request.grammar, option=orjson.OPT_SORT_KEYS)
     # The response that is stored is what the next request goes on from, so how it is stored counts too.
-    stored = (request.store, request.num_instructions)
-    said = conversation_labels(request.conversation)
-    return (said, grammar, request.conversation.continues, request.num_choices, *stored)
+    others = [request.conversation.continues, request.num_choices, request.store, request.num_instructions]
+    said = b"".join(conversation_labels(request.conversation))
+    return hashlib.blake2b(said + orjson.dumps(others) + grammar, digest_size=16).hexdigest()
 
 
 def _named(call: Call) -> dict[str, str]:

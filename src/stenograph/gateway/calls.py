@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum, auto
 
 from stenograph.dialects.base import Answered, Request
@@ -42,7 +42,7 @@ _NEXT = {
 class Call:
     """One request's answer in the making. `key` is the same for requests that ask the same."""
 
-    def __init__(self, request: Request, headers: Mapping[str, str], key: Hashable, max_tokens: int) -> None:
+    def __init__(self, request: Request, headers: Mapping[str, str], key: str, max_tokens: int) -> None:
         self.names = choice_names(secrets.token_hex(8), request.num_choices)  # of its turns; the first is its own
         self.holder = Holder("request", self.name)  # of what is heavy, until it is the session's
         self.request = request
@@ -128,7 +128,7 @@ class Call:
             return False
         return True
 
-    def answers(self, key: Hashable, max_tokens: int) -> bool:
+    def answers(self, key: str, max_tokens: int) -> bool:
         """Whether this call, its client gone, answers a request too: the same, and no longer where that would count."""
         gone = self.given_up or self.state in (State.DELIVERED, State.FAILED)
         if self.has_client or gone or self.key != key:

@@ -14,7 +14,7 @@ from stenograph.engines.base import Chunk
 from stenograph.errors import EngineError, EngineUnavailable, boundary
 from stenograph.rendering.base import Delta, Rendering
 from stenograph.traces.arguments import is_object
-from stenograph.types import Conversation, EndedBy, FinishReason, Ids, Message, Reply, Sampling
+from stenograph.types import Conversation, EndedBy, FinishReason, Ids, Message, Reply, Sampling, Turn
 
 
 class Aborted(EngineUnavailable):
@@ -91,6 +91,14 @@ class Output:
         if chunk.finish_reason is not None:
             self._finish_reason = chunk.finish_reason
         return self._stop.found is not None
+
+    def again(self, turn: Turn) -> Finished:
+        """Take what a turn sampled, token by token, and finish."""
+        for n in range(len(turn.output_ids)):
+            if self.take(Chunk(turn.output_ids[n : n + 1], turn.rollout_logprobs[n : n + 1], 0)):
+                break
+        self._finish_reason = turn.finish_reason
+        return self.finish()
 
     def finish(self) -> Finished:
         """Show what was held back and is text, and say how the turn ended."""

@@ -8,11 +8,12 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stenograph.dialects.base import SESSION_PREFIX
+from stenograph.dialects.minted import turn_name, turn_id
 from stenograph.dialects.seen import Seen
 from stenograph.errors import RequestError, UnknownSession
 from stenograph.gateway.calls import Call
@@ -20,6 +21,7 @@ from stenograph.gateway.roles import Roles
 from stenograph.gateway.stored import StoredResponses
 from stenograph.traces.session import Opening
 from stenograph.traces.store import TraceStore
+from stenograph.traces.trace import TraceTree
 from stenograph.types import Turn
 
 log = logging.getLogger(__name__)
@@ -33,7 +35,8 @@ class Session:
     """An address that an agent may call. `tasks` are the generations in flight, awaited by seal and close.
 
     `api_key` is empty where an earlier process opened it: the record has a digest of it alone. `calls` are those that a
-    repeat may still be given: in flight, or committed and never delivered.
+    repeat may still be given: in flight, or committed and never delivered. `recorded` are the turns of such calls that
+    an earlier process had, a tuple a call.
     """
 
     id: str
@@ -45,7 +48,8 @@ class Session:
     stopped: bool = False  # with the gateway, not by its owner
     used_s: float = field(default_factory=time.monotonic)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    calls: dict[Hashable, list[Call]] = field(default_factory=dict)  # by what they ask
+    calls: dict[str, list[Call]] = field(default_factory=dict)  # by what they ask
+    recorded: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)  # likewise
     stored: StoredResponses = field(default_factory=StoredResponses)
     roles: Roles = field(default_factory=Roles)
     seen: Seen = field(default_factory=Seen)  # of its requests' bodies
@@ -172,6 +176,7 @@ class Sessions:
         session.state = "sealed"
         await session.settle(timeout_s)
         session.calls.clear()  # a sealed session repeats nothing
+        session.recorded.clear()
         session.seen = Seen()
         self.find(session.id)  # it may have been deleted meanwhile
         self.store.seal(session.id, reward, status)
@@ -246,12 +251,27 @@ class Sessions:
             ttl_s=opening.ttl_s,
             metadata=opening.metadata,
             state=info.state,
+            recorded=_undelivered(tree),
             roles=Roles.recorded(tree),
             num_turns=info.num_turns,
             num_tokens=info.num_tokens,
         )
         self._sessions[id] = session
         return session
+
+
+def _undelivered(tree: TraceTree) -> dict[str, list[tuple[str, ...]]]:
+    """Turns that no client is known to have, by what was asked; siblings are one call's."""
+    continued = {tree.parent(turn) for turn in tree.turns}
+    calls: dict[str, tuple[str, ...]] = {}
+    for turn in tree.turns:
+        first = turn_id(turn_name(turn).partition("_")[0])
+        calls[first] = (*calls.get(first, ()), turn)
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for turns in calls.values():
+        if continued.isdisjoint(turns) and all(tree.state(turn) != "delivered" for turn in turns):
+            found.setdefault(tree.turn(turns[0]).request, []).append(turns)
+    return found
 
 
 def key_digest(key: str) -> bytes:

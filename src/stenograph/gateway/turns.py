@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from stenograph.config import Config
 from stenograph.dialects.base import Answered
-from stenograph.dialects.minted import call_id, turn_id
+from stenograph.dialects.minted import call_id, turn_name, turn_id
 from stenograph.engines.base import Engine, Generate
 from stenograph.errors import EngineError, RequestError, StenographError, TraceError, boundary
 from stenograph.gateway.calls import Call, State
@@ -79,6 +79,27 @@ class Turns:
             self._fail(session, call, outputs, e)
         finally:
             self._store.payloads.release([call.holder])
+
+    async def tell_again(self, session: Session, call: Call, names: Sequence[str]) -> None:
+        """Bring `call` to the commit of the turns that have these names: what they sampled is read as it was then."""
+        try:
+            tree = self._store.tree(session.id)
+            turns = [tree.turn(name) for name in names]
+            ids = tree.path_ids(names[0])[: tree.node(names[0]).start]
+            prompt = replace(await self._prompts.make(session, call.request.conversation), ids=ids)
+            call.prepared(len(ids), [turn_name(name) for name in names])
+            outputs = self._outputs(call, prompt, turns[0].sampling)
+            call.advance(State.GENERATING)
+            answered = []
+            for turn, output in zip(turns, outputs, strict=True):
+                shown = _with_call_ids(output.again(turn).shown, turn_name(turn.id))
+                answered.append(Answered(turn, ids, output.num_reasoning, shown))
+            call.committed(answered)
+        except asyncio.CancelledError:
+            self._fail(session, call, (), session.closed())
+            raise
+        except Exception as e:
+            self._fail(session, call, (), e)
 
     async def count(self, session: Session, conversation: Conversation) -> int:
         """Tokens of the prompt that a turn would have."""
@@ -214,6 +235,7 @@ class Turns:
                 seconds=seconds,
                 client_session=client_session(call.headers, call.request),
                 num_instructions=call.request.num_instructions if call.request.store else None,
+                request=call.key,
             )
             turns.append(turn)
             shown = _with_call_ids(finished.shown, name)
