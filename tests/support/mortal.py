@@ -24,8 +24,11 @@ import signal
 import sys
 import stenograph.engines.vllm
 import stenograph.run
-import transformers.models.auto
 from stenograph.cli import main
+from stenograph.config import ModelConfig
+from stenograph.rendering import load_rendering
+from transformers import AutoTokenizer
+load_rendering(ModelConfig())
 sys.argv[0] = "steno"
 for _ in sys.stdin:
     pid = os.fork()
