@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 # `steno`, over and over: each a process of its own, whose modules were loaded once for all of them. A write past the
-# limit for files ends it where it stands, as a kill would at that byte.
+# limit for files fails, or ends it where it stands, as a kill would at that byte.
 PROGRAM = """
 import os
 import signal
@@ -30,13 +30,13 @@ from stenograph.rendering import load_rendering
 from transformers import AutoTokenizer
 load_rendering(ModelConfig())
 sys.argv[0] = "steno"
-for _ in sys.stdin:
+for line in sys.stdin:
     pid = os.fork()
     if pid:
         os.waitpid(pid, 0)
         print("gone", flush=True)
         continue
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL if "dies" in line else signal.SIG_IGN)
     print(os.getpid(), flush=True)
     try:
         main()
@@ -57,9 +57,9 @@ class MortalGateway:
         self._pid: int | None = None
         self._gone: asyncio.Task[str] | None = None
 
-    async def start(self) -> None:
+    async def start(self, *, dies_when_full: bool = True) -> None:
         assert self._program.stdin is not None
-        self._program.stdin.write(b"\n")
+        self._program.stdin.write(b"dies\n" if dies_when_full else b"lives\n")
         self._pid = int(await self._line())
         self._url = json.loads(await self._line())["url"]
         resource.prlimit(self._pid, resource.RLIMIT_CORE, (0, 0))
@@ -104,6 +104,22 @@ class MortalGateway:
             except (aiohttp.ClientError, ConnectionError):
                 await asyncio.sleep(0.01)  # before it is known that the process has died
         raise AssertionError(f"{path} is never answered")
+
+    async def hear(self, path: str, body: bytes, key: str) -> tuple[int, bytes, bool]:
+        """Status, what arrived of the body, and whether that is all of it."""
+        arrived = b""
+        headers = {"authorization": f"Bearer {key}"}
+        async with self._http.post(self._url + path, data=body, headers=headers) as answer:
+            try:
+                async for piece in answer.content.iter_any():
+                    arrived += piece
+            except aiohttp.ClientPayloadError:
+                return answer.status, arrived, False
+            return answer.status, arrived, True
+
+    async def get(self, path: str) -> Any:
+        async with self._http.get(self._url + path, headers={"authorization": "Bearer admin"}) as answer:
+            return await answer.json()
 
     async def ask_once(self, path: str, body: bytes | None, key: str) -> tuple[int, bytes]:
         headers = {"authorization": f"Bearer {key}"}
