@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stenograph.dialects.base import SESSION_PREFIX
-from stenograph.dialects.minted import turn_name, turn_id
+from stenograph.dialects.minted import turn_id, turn_name
 from stenograph.dialects.seen import Seen
 from stenograph.errors import RequestError, UnknownSession
 from stenograph.gateway.calls import Call

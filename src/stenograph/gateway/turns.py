@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from stenograph.config import Config
 from stenograph.dialects.base import Answered
-from stenograph.dialects.minted import call_id, turn_name, turn_id
+from stenograph.dialects.minted import call_id, turn_id, turn_name
 from stenograph.engines.base import Engine, Generate
 from stenograph.errors import EngineError, RequestError, StenographError, TraceError, boundary
 from stenograph.gateway.calls import Call, State
