@@ -56,6 +56,20 @@ async def becomes(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
+async def tidy() -> AsyncIterator[None]:
+    """When it is left, no task may be left over, and nothing may have gone wrong that nobody was told of."""
+    loop = asyncio.get_running_loop()
+    unheard: list[Mapping[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: unheard.append(context))
+    before = asyncio.all_tasks()
+    yield
+    await asyncio.sleep(0)  # connections say that they are closed a moment later
+    gc.collect()
+    assert asyncio.all_tasks() == before
+    assert unheard == []
+
+
+@asynccontextmanager
 async def listening(
     engine: Engine | Sequence[Line],
     store: TraceStore | None = None,
@@ -64,31 +78,27 @@ async def listening(
     names: Names = as_proposed,
     **settings: Any,
 ) -> AsyncIterator[Client]:
-    """A gateway and a client of it; `settings` are those of [gateway], `select` is the section of that name.
-
-    When it is left, no task may be left over, and nothing may have gone wrong that nobody was told of.
-    """
-    loop = asyncio.get_running_loop()
-    unheard: list[Mapping[str, Any]] = []
-    loop.set_exception_handler(lambda _, context: unheard.append(context))
-    before = asyncio.all_tasks()
+    """A gateway and a client of it; `settings` are those of [gateway], `select` is the section of that name."""
     served = ScriptedEngine(list(engine)) if isinstance(engine, Sequence) else engine
     engine_settings = {"kind": "scripted", "script": "-"}
     config = Config.model_validate(
         {"engine": engine_settings, "gateway": {"port": 0, **settings}, "select": select or {}}
     )
     gateway = Gateway(config, served, family or rendering(), store or MemoryTraceStore(), "admin", "model", names)
+    async with tidy(), client_of(gateway) as client:
+        yield client
+
+
+@asynccontextmanager
+async def client_of(gateway: Gateway) -> AsyncIterator[Client]:
+    """Start `gateway`; it and its engine end with this."""
     await gateway.start()
     try:
         async with aiohttp.ClientSession() as http:
             yield Client(gateway, http)
     finally:
         await gateway.stop()
-        await served.aclose()
-    await asyncio.sleep(0)  # connections say that they are closed a moment later
-    gc.collect()
-    assert asyncio.all_tasks() == before
-    assert unheard == []
+        await gateway.engine.aclose()
 
 
 class Client:
@@ -109,7 +119,7 @@ class Client:
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Status, headers and body of whatever is answered."""
-        headers = {"authorization": "Bearer admin", **(headers or {})}
+        headers = {"authorization": f"Bearer {self.gateway.admin_key}", **(headers or {})}
         async with self._http.request(
             method, self.gateway.url + path, data=body and BytesIO(body), headers=headers
         ) as answer:

@@ -15,6 +15,7 @@ from stenograph.config import Config
 from stenograph.dialects.base import KEEP_ALIVE, Request, Writer
 from stenograph.errors import RequestError, StenographError
 from stenograph.gateway.calls import Call, State
+from stenograph.gateway.forwarding import deliver, receipt
 from stenograph.gateway.sessions import Session
 from stenograph.gateway.turns import Turns
 from stenograph.traces.digests import conversation_labels
@@ -59,7 +60,7 @@ class Answers:
         if call.error is not None:
             raise call.error
         body = self._writer(call, request).whole(call.answered)
-        response = web.Response(body=body, content_type="application/json", headers=_named(call))
+        response = web.Response(body=body, content_type="application/json", headers=_named(call) | receipt(http))
         await response.prepare(http)
         await self._deliver(http, session, call, response)
         return response
@@ -68,7 +69,7 @@ class Answers:
         heard = await call.hear(0, self._settings.keep_alive_s)
         if call.error is not None:
             raise call.error  # nothing was sent yet, so that the answer can still be a status
-        headers = {"content-type": "text/event-stream", "cache-control": "no-cache", **_named(call)}
+        headers = {"content-type": "text/event-stream", "cache-control": "no-cache", **_named(call), **receipt(http)}
         stream = _EventStream(headers=headers)
         await stream.prepare(http)
         try:
@@ -117,12 +118,8 @@ class Answers:
     async def _deliver(
         self, http: web.Request, session: Session, call: Call, response: web.StreamResponse, rest: bytes = b""
     ) -> None:
-        """Hand over the rest. Delivered means: the last byte left this process while the connection stood."""
-        if http.transport is not None:
-            http.transport.set_write_buffer_limits(high=0)  # so that draining waits for an empty buffer
-        await response.write_eof(rest)
-        if http.transport is None or http.transport.is_closing():
-            raise ConnectionResetError("the client went away")
+        """Hand over the rest. Delivered means: the last byte left for the client while its connection stood."""
+        await deliver(http, response, rest)
         self._settle(session, call, State.DELIVERED)
 
     # --- the call ------------------------------------------------------------------------------------------------

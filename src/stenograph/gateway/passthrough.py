@@ -15,13 +15,9 @@ from yarl import URL
 
 from stenograph.dialects.base import own_session
 from stenograph.engines.http import CONNECT_TIMEOUT_S, KEEP_ALIVE_S, unreachable
+from stenograph.gateway.hops import passed_on, sent_on
 
-_HOPS = {
-    "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer", "transfer-encoding",
-    "upgrade",
-}  # fmt: skip
 _CREDENTIALS = ("authorization", "proxy-authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie")
-_DECODED = {"gzip", "deflate", "br", "zstd"}  # aiohttp's server undoes these before anyone reads the body
 _ANTHROPIC_VERSION = "2023-06-01"
 
 
@@ -46,9 +42,7 @@ class Passthrough:
         answer = await self._ask(request, path, body)
         self._open.add(answer)
         try:
-            response = web.StreamResponse(
-                status=answer.status, reason=answer.reason, headers=_passed_on(answer.headers)
-            )
+            response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers))
             await response.prepare(request)
             try:
                 async for piece in answer.content.iter_any():
@@ -172,19 +166,9 @@ def _white(text: str, at: int) -> int:
 
 def _sent_on(headers: MultiMapping[str], path: str) -> CIMultiDict[str]:
     """The headers of a request, less those of the hop, the host, the client's credentials and a session of ours."""
-    sent = _passed_on(headers)
-    for name in ("host", "content-length", "expect", *_CREDENTIALS):
-        sent.popall(name, None)
-    if sent.get("content-encoding", "").lower() in _DECODED:
-        del sent["content-encoding"]
+    sent = sent_on(headers, "host", *_CREDENTIALS)
     if own_session(sent.get("x-session-id")) is not None:
         sent.popall("x-session-id")
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         sent.setdefault("anthropic-version", _ANTHROPIC_VERSION)
     return sent
-
-
-def _passed_on(headers: MultiMapping[str]) -> CIMultiDict[str]:
-    """Headers less those that belong to one connection: by their names, and by what `Connection` names."""
-    named = {name.strip().lower() for value in headers.getall("connection", []) for name in value.split(",")}
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _HOPS | named)

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +21,11 @@ from stenograph.dialects import chat, messages, responses
 from stenograph.dialects.base import SESSION_PREFIX, Dialect, own_session
 from stenograph.dialects.seen import Seen
 from stenograph.engines.base import Engine
-from stenograph.errors import ConfigError, RequestError, StenographError
+from stenograph.errors import ConfigError, OwnedElsewhere, RequestError, StenographError
 from stenograph.gateway import bodies, paths
 from stenograph.gateway.admin import SessionRoutes
 from stenograph.gateway.answers import Answers
+from stenograph.gateway.forwarding import FORWARDED, Arrivals, Gone, forward
 from stenograph.gateway.passthrough import Passthrough
 from stenograph.gateway.sessions import ADMIN_KEY_REMEDY, Session, Sessions
 from stenograph.gateway.turns import Names, Turns, as_proposed
@@ -51,7 +54,10 @@ _http_log.addFilter(_unquoted)
 
 @dataclass(eq=False)
 class Gateway:
-    """A gateway bound to its engine, rendering and store. Start and stop it on one event loop."""
+    """A gateway bound to its engine, rendering and store. Start and stop it on one event loop.
+
+    `address` is where other processes send what they get for sessions that `store` has; empty: nowhere.
+    """
 
     config: Config
     engine: Engine
@@ -60,6 +66,7 @@ class Gateway:
     admin_key: str
     model_name: str
     names: Names = as_proposed
+    address: str = ""
 
     def __post_init__(self) -> None:
         settings = self.config.gateway
@@ -75,12 +82,16 @@ class Gateway:
         key = self.config.engine.api_key
         self._passthrough = Passthrough(self.engine.server, key) if self.engine.server is not None else None
         self._admin = SessionRoutes(self.sessions, self.config.select, settings.seal_timeout_s)
+        self._arrivals = Arrivals(self.address, self._handle) if self.address else None
         self._runner: web.AppRunner | None = None
         self._expiry: asyncio.Task[None] | None = None
         self.url = ""
 
-    async def start(self) -> None:
-        """Listen; `self.url` is the address then. Raises ConfigError where the address cannot be had."""
+    async def start(self, sockets: Sequence[socket.socket] = ()) -> None:
+        """Listen, at `sockets` where they are given; `self.url` is the address then.
+
+        Raises ConfigError where the address cannot be had.
+        """
         settings = self.config.gateway
         app = web.Application(client_max_size=settings.max_body_bytes)
         app.router.add_route("*", "/{path:.*}", self._handle)
@@ -88,13 +99,17 @@ class Gateway:
             app, logger=_http_log, access_log=None, shutdown_timeout=1.0, handler_cancellation=True
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, settings.host, settings.port, backlog=_MAX_WAITING)
+        sites = [web.SockSite(self._runner, one, backlog=MAX_WAITING) for one in sockets] or [
+            web.TCPSite(self._runner, settings.host, settings.port, backlog=MAX_WAITING)
+        ]
         try:
-            await site.start()
+            if self._arrivals is not None:
+                await self._arrivals.start(settings.max_body_bytes, MAX_WAITING)
+            for site in sites:
+                await site.start()
         except OSError as e:
-            await self._runner.cleanup()
-            told = f"gateway.port: cannot listen on {settings.host}:{settings.port}: {e.strerror or e}"
-            raise ConfigError(f"{told}; choose another port, 0 takes a free one") from e
+            await self.stop()
+            raise cannot_listen(settings.host, settings.port, e) from e
         address: tuple[str, int] = self._runner.addresses[0][:2]
         host, port = _REACHED_AT.get(address[0], address[0]), address[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -112,6 +127,8 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if self._arrivals is not None:
+            await self._arrivals.stop()
         if self._passthrough is not None:
             await self._passthrough.aclose()
 
@@ -125,10 +142,7 @@ class Gateway:
         dialect = _dialect(paths.meant(target.path) or target.path, request)
         is_admin_address = target.session is None and target.path.split("/")[1] == "sessions"
         try:
-            if is_admin_address:  # which no session's key opens
-                key = self.sessions.choose(_keys(request), self.sessions.untraced.id)
-                return await self._admin.handle(request, target.path, key)
-            return await self._route(request, target, dialect)
+            return await self._here_or_there(request, target, dialect, is_admin_address)
         except Exception as e:
             client_left = request.transport is None or request.transport.is_closing()
             if not isinstance(e, StenographError) and not client_left:
@@ -138,14 +152,36 @@ class Gateway:
                 response.force_close()  # aiohttp closes such a connection: no client may send its next request there
             return response
 
-    async def _route(self, request: web.Request, target: paths.Target, dialect: Dialect) -> web.StreamResponse:
+    async def _here_or_there(
+        self, request: web.Request, target: paths.Target, dialect: Dialect, is_admin_address: bool
+    ) -> web.StreamResponse:
+        """Answered by the process that has the session. Whose process is gone is this one's from then on."""
+        wanted = self.sessions.untraced.id if is_admin_address else target.session  # no session's key opens the former
+        key = self.sessions.choose(self._keys(request), wanted)
+        for _ in range(_MOST_TRIES):
+            try:
+                if is_admin_address:
+                    return await self._admin.handle(request, target.path, key)
+                return await self._route(request, target, dialect, key)
+            except OwnedElsewhere as e:
+                await self.sessions.lose(e.session)
+                if FORWARDED in request or not e.address:
+                    break
+                with suppress(Gone):
+                    return await forward(request, e.address, dialect, is_admin=self.sessions.is_admin(key))
+            await asyncio.sleep(_RETRY_S)  # it is gone a moment after it stopped to answer, or it starts to
+        told = "another process has this session, and does not answer; try again"
+        raise RequestError(told, status=503, headers={"retry-after": "1"})
+
+    async def _route(
+        self, request: web.Request, target: paths.Target, dialect: Dialect, key: str | None
+    ) -> web.StreamResponse:
         method, path = request.method, target.path
         if path == "/healthz" and target.session is None:
             await self.engine.health()
             return _json({"status": "ok"})
         if method == "HEAD" and path in ("/", "/api/hello"):
             return web.Response()
-        key = self.sessions.choose(_keys(request), target.session)
         session = self.sessions.authorise(key, target.session)
         if paths.is_generation(method, path):
             body = await bodies.read(request)
@@ -166,6 +202,14 @@ class Gateway:
             told = f"{method} {path} is not served: this engine has no server of its own to pass it to"
             raise RequestError(told, status=404, retry=False)
         return await self._passthrough.forward(request, path, await bodies.read(request))
+
+    def _keys(self, request: web.Request) -> list[str]:
+        """The keys that a request carries: clients send one of an earlier session beside the one they were given."""
+        if (forwarded := request.get(FORWARDED)) is not None and forwarded.is_admin:
+            return [self.admin_key]  # it came with the key of the process that it came to
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        keys = [token.strip()] if scheme.lower() == "bearer" and token else []
+        return keys + request.headers.getall("x-api-key", [])[:1]
 
     def _seen(self, request: web.Request, session: Session, body: bytes) -> Seen | None:
         """What the session that a request means has sent before; calls that have none share nothing."""
@@ -209,7 +253,8 @@ class Gateway:
             raise RequestError(told, status=501, retry=False)
 
 
-_MAX_WAITING = 4096  # connections; one that finds no place tries again, a second later at the earliest
+_MOST_TRIES, _RETRY_S = 40, 0.05
+MAX_WAITING = 4096  # connections; one that finds no place tries again, a second later at the earliest
 _REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # who listens on every address is found at this one
 _DIALECTS: dict[str, Dialect] = {"messages": messages, "responses": responses}
 
@@ -233,16 +278,14 @@ def _error(e: Exception, dialect: Dialect, is_admin_address: bool) -> web.Respon
     return web.Response(status=told.status, headers=told.headers, body=body)
 
 
+def cannot_listen(host: str, port: int, e: OSError) -> ConfigError:
+    told = f"gateway.port: cannot listen on {host}:{port}: {e.strerror or e}"
+    return ConfigError(f"{told}; choose another port, 0 takes a free one")
+
+
 def new_admin_key() -> str:
     """From STENO_ADMIN_KEY, or random."""
     return os.environ.get("STENO_ADMIN_KEY") or SESSION_PREFIX + "admin_" + secrets.token_hex(16)
-
-
-def _keys(request: web.Request) -> list[str]:
-    """The keys that a request carries: clients send one of an earlier session beside the one that they were given."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    keys = [token.strip()] if scheme.lower() == "bearer" and token else []
-    return keys + request.headers.getall("x-api-key", [])[:1]
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -138,11 +138,17 @@ class Sessions:
         return session
 
     def require_admin(self, key: str | None) -> None:
-        if self._is_admin(key):
+        if self.is_admin(key):
             return
         if self._owner(key) is None:
             raise _unauthorised()
         raise RequestError(f"this address needs {ADMIN_KEY_REMEDY}", status=403, retry=False)
+
+    def is_admin(self, key: str | None) -> bool:
+        # A session's key stays one after the session: what it asks for then would go unrecorded.
+        if not self._require_keys and not (key or "").startswith(KEY_PREFIX):
+            return True
+        return self.holds_admin(key)
 
     def holds_admin(self, key: str | None) -> bool:
         return key is not None and _same(key, self._admin_key)
@@ -162,10 +168,10 @@ class Sessions:
     def authorise(self, key: str | None, wanted: str | None) -> Session:
         """The session that `key` may use: the one named, or the key's own. Raises 401, 403, 404."""
         if wanted is None:
-            if self._is_admin(key):
+            if self.is_admin(key):
                 return self.untraced
             return self._own(key)
-        if self._is_admin(key):
+        if self.is_admin(key):
             return self.find(wanted)
         if self._owner(key) not in (None, wanted):
             told = f"this key belongs to another session than {wanted}, or the id is mistyped"
@@ -193,6 +199,12 @@ class Sessions:
         finally:
             self._closing.discard(session.id)
 
+    async def lose(self, id: str) -> None:
+        """Know no more of a session that another process has; what is in flight here could not be recorded."""
+        if (session := self._sessions.pop(id, None)) is not None:
+            session.state, session.stopped = "sealed", True
+            await session.settle(0)
+
     async def expire(self, timeout_s: float) -> None:
         """Seal the sessions that were idle for longer than their time to live, and make the others small."""
         now = time.monotonic()
@@ -211,12 +223,6 @@ class Sessions:
             session.state, session.stopped = "sealed", True
         for session in sessions:
             await session.settle(0)
-
-    def _is_admin(self, key: str | None) -> bool:
-        # A session's key stays one after the session: what it asks for then would go unrecorded.
-        if not self._require_keys and not (key or "").startswith(KEY_PREFIX):
-            return True
-        return self.holds_admin(key)
 
     def _own(self, key: str | None) -> Session:
         id = self._owner(key)

@@ -230,25 +230,34 @@ class Journal:
 
         Raises UnknownSession where it is not there or was released, OwnedElsewhere where one that is at work has it.
         """
-        with self._transaction():
-            found = self._one(_OWNER, session)
-            if found is None or found[0] is not None:
-                raise UnknownSession(session)
-            _, holder, address = found
-            if holder == owner:
-                return
-            if address is not None and is_at_work(self.path, holder):
-                raise OwnedElsewhere(session, holder, address)
-            self._run("UPDATE sessions SET owner = ? WHERE id = ?", owner, session)
+        with _refused(self.path):
+            if self._is_anyones(session, owner):
+                with self._transaction():
+                    if self._is_anyones(session, owner):
+                        self._run("UPDATE sessions SET owner = ? WHERE id = ?", owner, session)
+
+    def _is_anyones(self, session: str, owner: str) -> bool:
+        """Whether nobody has a session, `owner` included. Raises as `take` does."""
+        _, holder, address = self._held(session)
+        if holder == owner:
+            return False
+        if address is not None and is_at_work(self.path, holder):
+            raise OwnedElsewhere(session, holder, address)
+        return True
 
     def _owned(self, session: str, owner: str | None) -> int:
         """The number of a session. Raises as `take` does."""
-        found = self._one("SELECT number, owner, released_s FROM sessions WHERE id = ?", session)
-        if found is None or found[2] is not None:
+        number, holder, address = self._held(session)
+        if holder != owner:
+            raise OwnedElsewhere(session, holder, address or "")
+        return number
+
+    def _held(self, session: str) -> tuple[int, Any, str | None]:
+        """The number of a session, its owner, and the address of that one where it is at work."""
+        found = self._one(_OWNER, session)
+        if found is None or found[0] is not None:
             raise UnknownSession(session)
-        if found[1] != owner:
-            raise OwnedElsewhere(session, found[1], "")
-        return found[0]
+        return found[1:]
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -332,7 +341,7 @@ class Journal:
 _INSERT_TURN = """INSERT INTO turns (
     session, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
 ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-_OWNER = """SELECT released_s, owner, address
+_OWNER = """SELECT released_s, number, owner, address
 FROM sessions LEFT JOIN owners ON owners.id = sessions.owner WHERE sessions.id = ?"""
 
 

@@ -69,6 +69,7 @@ class SqliteTraceStore:
         address: str = "",
     ) -> None:
         self.path = path
+        self.address = address
         self._allowed = allowed
         self._keep = keep
         self._idle_s = idle_s
