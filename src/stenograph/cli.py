@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import orjson
 import typer
@@ -58,6 +58,7 @@ def serve(
 ) -> None:
     """Put agents behind a gateway; prints {"url", "admin_key"} when it listens."""
     from stenograph.run import serve
+    from stenograph.workers import supervise
 
     kind, _, argument = (engine or "").partition(":")
     store_kind, _, path = (store or "").partition(":")
@@ -66,10 +67,11 @@ def serve(
     given |= {"store.kind": store_kind or None, "store.path": path or None}
     named = [f"{name}={value}" for name, value in given.items() if value is not None]
 
-    def listening(gateway: Gateway) -> None:
-        _say({"url": gateway.url, "admin_key": gateway.admin_key})
+    def listening(url: str, admin_key: str) -> None:
+        _say({"url": url, "admin_key": admin_key})
 
-    _run(serve(load_config(config, [*named, *(overrides or [])]), listening))
+    settings = load_config(config, [*named, *(overrides or [])])
+    _run((serve if settings.gateway.num_processes == 1 else supervise)(settings, listening))
 
 
 @app.command()

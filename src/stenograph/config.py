@@ -84,6 +84,7 @@ class GatewayConfig(Section):
     keep_alive_s: Positive = 15.0  # between comments in a stream that has nothing to say
     on_disconnect: Literal["commit", "abort"] = "commit"  # what becomes of a turn whose client goes away
     disconnect_timeout_s: Positive = 600.0  # commit: how long it may go on
+    num_processes: PositiveInt = 1  # of steno serve, over one journal
 
     @model_validator(mode="after")
     def _trusted(self) -> GatewayConfig:
@@ -293,6 +294,16 @@ class Config(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)  # load_config merges the sources itself, so that errors can name them
+
+    @model_validator(mode="after")
+    def _shared(self) -> Config:
+        """Several processes share a journal and an engine's server."""
+        if self.gateway.num_processes > 1 and self.store.kind == "memory":
+            raise ValueError('gateway.num_processes > 1 needs a record that they share; set store.kind = "sqlite"')
+        if self.gateway.num_processes > 1 and self.engine.kind == "local":
+            told = 'gateway.num_processes > 1 would load the model of engine.kind = "local" once for each process'
+            raise ValueError(f'{told}; set engine.kind = "vllm", or num_processes = 1')
+        return self
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:

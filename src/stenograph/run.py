@@ -9,8 +9,9 @@ import math
 import re
 import resource
 import signal
+import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from stenograph.config import Config
 from stenograph.engines.base import Engine
 from stenograph.errors import ConfigError
+from stenograph.gateway.forwarding import private_address
 from stenograph.gateway.server import Gateway, new_admin_key
 from stenograph.rendering import Rendering, load_rendering
 from stenograph.rundir import JOURNAL, RunDir, written
@@ -35,8 +37,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
-    """Run a gateway until SIGINT or SIGTERM; `listening` is called when it takes requests."""
+async def serve(config: Config, listening: Callable[[str, str], None], sockets: Sequence[socket.socket] = ()) -> None:
+    """Run a gateway until SIGINT or SIGTERM; `listening` is called with its URL and admin key when it takes requests.
+
+    It listens at `sockets` where they are given.
+    """
     rendering = load_rendering(config.model)
     model = None
     if config.engine.kind == "local":
@@ -50,9 +55,9 @@ async def serve(config: Config, listening: Callable[[Gateway], None]) -> None:
         loop.add_signal_handler(name, stopped.set)
     try:
         with _recording(config, rendering, _serving_folder(config)) as store:
-            async with _listening(config, engine, rendering, store) as gateway:
+            async with _listening(config, engine, rendering, store, sockets) as gateway:
                 _keep_for_good()
-                listening(gateway)
+                listening(gateway.url, gateway.admin_key)
                 await stopped.wait()
     finally:
         await engine.aclose()
@@ -71,6 +76,8 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
 
     if config.engine.kind == "vllm":
         raise ConfigError('engine.kind = "vllm" cannot be given new weights: set engine.kind = "local" to train')
+    if config.gateway.num_processes > 1:
+        raise ConfigError("gateway.num_processes is of steno serve; steno train has one gateway: set it to 1")
     RunDir.check(folder)
     agent, judge = load_agent(config.agent), load_judge(config.judge)
     tasks = load_tasks(config.tasks)
@@ -159,10 +166,17 @@ async def _check_tokenizer(config: Config, engine: VllmEngine, rendering: Render
 
 
 @asynccontextmanager
-async def _listening(config: Config, engine: Engine, rendering: Rendering, store: TraceStore) -> AsyncIterator[Gateway]:
-    gateway = Gateway(config, engine, rendering, store, new_admin_key(), config.model.path or "stenograph")
+async def _listening(
+    config: Config,
+    engine: Engine,
+    rendering: Rendering,
+    store: TraceStore,
+    sockets: Sequence[socket.socket] = (),
+) -> AsyncIterator[Gateway]:
+    address = store.address if isinstance(store, SqliteTraceStore) else ""
+    gateway = Gateway(config, engine, rendering, store, new_admin_key(), config.model.path or "stenograph", address)
     _allow_connections()
-    await gateway.start()
+    await gateway.start(sockets)
     try:
         yield gateway
     finally:
@@ -230,20 +244,21 @@ def _recording(config: Config, rendering: Rendering, folder: Path) -> Iterator[T
     settings = config.store
     allowed = [name for name, is_on in config.matching.model_dump().items() if is_on]
     if settings.kind == "memory":
-        store: TraceStore = MemoryTraceStore(allowed)
-    else:
+        with closing(MemoryTraceStore(allowed)) as memory:
+            yield memory
+        return
+    with private_address() as address:
         store = SqliteTraceStore(
             settings.path or folder / JOURNAL,
             allowed,
             keep=settings.keep,
             idle_s=settings.idle_s,
             memory_bytes=settings.max_memory_mb * 2**20 if settings.max_memory_mb else math.inf,
+            address=address,
         )
-    with closing(store):
-        if isinstance(store, SqliteTraceStore):
-            tokenizer = hashlib.sha256(rendering.encode_text(_PROBE).tobytes()).hexdigest()
-            store.begin(written(config), tokenizer)
-        yield store
+        with closing(store):
+            store.begin(written(config), hashlib.sha256(rendering.encode_text(_PROBE).tobytes()).hexdigest())
+            yield store
 
 
 def _serving_folder(config: Config) -> Path:

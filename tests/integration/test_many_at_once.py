@@ -18,7 +18,7 @@ import gc, os, signal, sys, uvloop
 from stenograph.config_loading import load_config
 from stenograph.run import serve
 
-def listening(gateway):
+def listening(url, admin_key):
     print(gc.get_freeze_count(), len(gc.get_objects()))
     os.kill(os.getpid(), signal.SIGTERM)
 

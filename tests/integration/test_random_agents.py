@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import get_args
 
 import aiohttp
@@ -22,12 +24,14 @@ from hypothesis import strategies as st
 from stenograph.traces.drift import Cause
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.session import Disposition
+from stenograph.traces.store import TraceStore
 from stenograph.types import Turn
 from support.agents_at_random import CHANGES, Agent, Asked, Book, Told
 from support.habits import is_malformed
 from support.listening import Session, becomes, listening, rendering
 from support.oracle import Generation, Oracle
 from support.streams import assembled, unchunked
+from support.together import Spread, at, gateways
 from support.wires import PATHS, Item, Protocol, read
 
 RENDERING = rendering()
@@ -61,7 +65,7 @@ class Play:
     """A program played in one session, and what there is to compare afterwards."""
 
     session: Session
-    store: MemoryTraceStore
+    store: TraceStore
     oracle: Oracle
     seed: int
     book: Book = field(default_factory=Book)
@@ -305,6 +309,23 @@ async def play(program: Sequence[Sequence[Move]], seed: int) -> None:
 @settings(max_examples=30, deadline=None, derandomize=True, phases=PHASES, suppress_health_check=UNCHECKED)
 async def test_every_branch_is_what_the_engine_was_sent_and_returned(program: list[list[Move]], seed: int) -> None:
     await play(program, seed)
+
+
+@pytest.mark.timeout(600)
+@given(st.lists(ROUNDS, min_size=15, max_size=30), st.integers(0, 2**16))
+@settings(max_examples=5, deadline=None, derandomize=True, phases=PHASES, suppress_health_check=UNCHECKED)
+async def test_it_is_so_whichever_gateway_of_a_journal_is_asked(program: list[list[Move]], seed: int) -> None:
+    oracle = Oracle(RENDERING, seed)
+    with TemporaryDirectory() as folder:
+        async with (
+            asyncio.timeout(60),
+            gateways(Path(folder) / "traces.db", lambda: oracle) as both,
+            aiohttp.ClientSession() as http,
+        ):
+            session = at(Spread(both, http, seed), await both[0].open())
+            played = Play(session, both[0].gateway.store, oracle, seed)
+            await played.play(program)
+            played.check_matches()
 
 
 @pytest.mark.slow

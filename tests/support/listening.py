@@ -108,6 +108,10 @@ class Client:
         self.gateway = gateway
         self._http = http
 
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
     async def open(self, **body: Any) -> Session:
         opened = await self.json("POST", "/sessions", body)
         return Session(self, opened["id"], opened["api_key"])
@@ -120,9 +124,7 @@ class Client:
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Status, headers and body of whatever is answered."""
         headers = {"authorization": f"Bearer {self.gateway.admin_key}", **(headers or {})}
-        async with self._http.request(
-            method, self.gateway.url + path, data=body and BytesIO(body), headers=headers
-        ) as answer:
+        async with self._http.request(method, self.url + path, data=body and BytesIO(body), headers=headers) as answer:
             return answer.status, answer.headers, await answer.read()
 
     async def hear(
@@ -130,7 +132,7 @@ class Client:
     ) -> tuple[int, bytes, bool]:
         """Status, what arrived of the body, and whether that is all of it. No header is added, and no key."""
         arrived = b""
-        async with self._http.request(method, self.gateway.url + path, data=body, headers=headers) as answer:
+        async with self._http.request(method, self.url + path, data=body, headers=headers) as answer:
             try:
                 async for piece in answer.content.iter_any():
                     arrived += piece
@@ -153,7 +155,7 @@ class Session:
 
     async def connect(self, body: bytes, path: str = CHAT) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Send a request over a socket of its own, with nothing between it and the bytes."""
-        url = urlsplit(self.client.gateway.url)
+        url = urlsplit(self.client.url)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
         head = f"POST /s/{self.id}{path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self.api_key}\r\n"
         head += "connection: close\r\n"

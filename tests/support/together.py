@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from stenograph.config import Config
 from stenograph.engines.base import Engine
@@ -32,6 +35,19 @@ async def gateways(
     async with tidy(), AsyncExitStack() as stack:
         first = await stack.enter_async_context(gateway(journal, new_engine(), **settings))
         yield first, await stack.enter_async_context(gateway(journal, new_engine(), **settings))
+
+
+class Spread(Client):
+    """Asks at random, at any of the gateways, for sessions of the first."""
+
+    def __init__(self, clients: Sequence[Client], http: aiohttp.ClientSession, seed: int) -> None:
+        super().__init__(clients[0].gateway, http)
+        self._urls = [client.url for client in clients]
+        self._chance = random.Random(seed)
+
+    @property
+    def url(self) -> str:
+        return self._chance.choice(self._urls)
 
 
 def at(client: Client, session: Session) -> Session:

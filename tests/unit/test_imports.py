@@ -27,6 +27,7 @@ LAYERS = [
     {"inspecting", "curve", "progress", "watching"},
     {"loop"},
     {"run", "replaying"},
+    {"workers"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -45,7 +45,7 @@ class Session:
     ttl_s: float
     metadata: Mapping[str, Any]
     state: Literal["open", "sealed"] = "open"
-    stopped: bool = False  # with the gateway, not by its owner
+    stopped: bool = False  # with the gateway, or because another has it; not by its owner
     used_s: float = field(default_factory=time.monotonic)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     calls: dict[str, list[Call]] = field(default_factory=dict)  # by what they ask
@@ -145,6 +145,7 @@ class Sessions:
         raise RequestError(f"this address needs {ADMIN_KEY_REMEDY}", status=403, retry=False)
 
     def is_admin(self, key: str | None) -> bool:
+        """Whether `key` has the admin's rights, which none needs where keys are not required."""
         # A session's key stays one after the session: what it asks for then would go unrecorded.
         if not self._require_keys and not (key or "").startswith(KEY_PREFIX):
             return True

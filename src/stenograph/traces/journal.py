@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from stenograph.errors import ConfigError, OwnedElsewhere, TraceError, UnknownSession, boundary
 from stenograph.traces import schema
 from stenograph.traces.leases import Leases
-from stenograph.traces.owners import is_at_work
+from stenograph.traces.owners import clear, is_at_work
 from stenograph.traces.payloads import Holder
 from stenograph.traces.recovery import SetAside, event_checksum, restore
 from stenograph.traces.rows import Rows
@@ -53,7 +53,7 @@ class Journal:
             connection = _connect(f"{path.absolute().as_uri()}?mode=rwc")
             try:
                 schema.is_current(connection, path)  # before anything is changed of what may be another's
-                connection.execute("PRAGMA journal_mode = WAL")
+                _write_ahead(connection)
                 connection.execute("PRAGMA synchronous = NORMAL")
                 connection.execute("PRAGMA wal_autocheckpoint = 0")  # a thread of the store's does it
                 schema.prepare(connection, path)
@@ -213,8 +213,9 @@ class Journal:
     def enrol(self, owner: str, address: str) -> None:
         """Say that `owner` is at work and where it is reached; forget those that are not any more."""
         with self._transaction():
-            for (other,) in self._run("SELECT id FROM owners").fetchall():
+            for other, left in self._run("SELECT id, address FROM owners").fetchall():
                 if not is_at_work(self.path, other):
+                    clear(left)
                     self._run("DELETE FROM owners WHERE id = ?", other)
                     self._leases.end_with(other)
             self._run("INSERT INTO owners VALUES (?, ?)", owner, address)
@@ -355,6 +356,19 @@ def _num_wal_bytes(path: Path) -> int:
 def _connect(address: str) -> sqlite3.Connection:
     """Transactions are ours to begin and end; the store's lock keeps threads apart."""
     return sqlite3.connect(address, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Switch to a write-ahead log, for which SQLite itself does not wait while another process is at it."""
+    end_s = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as e:
+            if e.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end_s:
+                raise
+        time.sleep(0.01)
 
 
 @contextmanager

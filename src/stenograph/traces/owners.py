@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from stenograph.errors import TraceError, boundary
@@ -41,6 +42,15 @@ def is_at_work(path: Path, owner: str) -> bool:
         return False
     finally:
         os.close(descriptor)
+
+
+def clear(address: str) -> None:
+    """Remove the socket, and its folder, at which a process that was killed was reached."""
+    path = Path(address)
+    with suppress(OSError):
+        if path.is_socket():  # a database that came from elsewhere may name anything
+            path.unlink()
+            path.parent.rmdir()
 
 
 def _file(path: Path, owner: str) -> Path:

@@ -103,9 +103,13 @@ def is_current(connection: sqlite3.Connection, path: Path) -> bool:
 
 
 def _version(connection: sqlite3.Connection, path: Path, newest: int) -> int:
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    connection.execute("SAVEPOINT version")  # the three of one moment, while another process may create the tables
+    try:
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    finally:
+        connection.execute("RELEASE version")
     if application != APPLICATION_ID and (application or version or num_tables):
         raise ConfigError(f"{path} is a database of something else; choose another file (--store sqlite:PATH)")
     if version > newest:
