@@ -10,12 +10,14 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from stenograph.engines.scripted import ScriptedEngine
 from support.listening import CHAT, Client, becomes, chat_body, rendering, say
 from support.streams import assembled
 from support.together import at, gateway, gateways
-from support.wires import PATHS, read
+from support.wires import PATHS, Protocol, read
 
 R = rendering()
 
@@ -35,16 +37,15 @@ def said(text: str, **fields: object) -> bytes:
     return json.dumps({"model": "m", "messages": asked, "input": asked, "max_tokens": 90, **fields}).encode()
 
 
-@pytest.mark.parametrize("path", PATHS.values())
+@pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_is_the_same_wherever_it_is_asked(tmp_path: Path, path: str, stream: bool) -> None:
+async def test_an_answer_is_the_same_wherever_it_is_asked(tmp_path: Path, protocol: Protocol, stream: bool) -> None:
     async with gateways(tmp_path / "traces.db", engine) as (here, there):
         session = await here.open()
         body = said("weather", stream=stream)
-        answers = [await at(client, session).ask(body, path) for client in (here, there)]
+        answers = [await at(client, session).ask(body, PATHS[protocol]) for client in (here, there)]
         (status, headers, direct), (_, passed_headers, passed) = answers
         assert status == 200
-        protocol = next(name for name, one in PATHS.items() if one == path)
         (reply,) = read(protocol, assembled(protocol, passed) if stream else json.loads(passed))
         assert reply.texts == ("It rains.",)
         unnamed = ("x-request-id", "request-id", "date", "content-length")
@@ -188,6 +189,43 @@ async def test_a_turn_is_delivered_once_the_forwarding_gateway_says_so(tmp_path:
 def unix(client: Client) -> aiohttp.ClientSession:
     """As another gateway speaks to one."""
     return aiohttp.ClientSession(connector=aiohttp.UnixConnector(client.gateway.address))
+
+
+async def test_what_is_auxiliary_goes_by_the_session_to_the_engine_and_back(tmp_path: Path) -> None:
+    seen: list[tuple[str, str, bytes, str | None]] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        seen.append((request.method, request.raw_path, await request.read(), request.headers.get("x-of-the-client")))
+        if request.method == "DELETE":
+            return web.Response(status=204)
+        return web.Response(status=203, body=b"\x00\xff" * 50_000, headers={"x-of-the-server": "1"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with (
+        TestServer(app) as server,
+        gateways(tmp_path / "traces.db", lambda: WithServer(str(server.make_url("")))) as both,
+    ):
+        session = await both[0].open()
+        for method, path in (("POST", "/v1/a%20b%2Fc?x=%2F&y=%C3%A9"), ("HEAD", "/v1/head"), ("DELETE", "/v1/gone")):
+            answers = []
+            for client in both:
+                body = b"any bytes \xff" if method == "POST" else None
+                key = {"authorization": f"Bearer {session.api_key}", "x-of-the-client": "1"}
+                status, headers, got = await client.send(method, f"/s/{session.id}{path}", body, key)
+                answers.append((status, headers.get("x-of-the-server"), headers.get("content-length"), got))
+            assert answers[0] == answers[1]
+            assert seen[-2] == seen[-1]
+
+
+class WithServer(ScriptedEngine):
+    def __init__(self, url: str) -> None:
+        super().__init__([])
+        self._url = url
+
+    @property
+    def server(self) -> str:  # type: ignore[override]
+        return self._url
 
 
 async def test_no_request_is_forwarded_twice(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,6 +30,7 @@ from stenograph.gateway.hops import passed_on, sent_on
 _RIGHTS = "x-steno-rights"  # of a request: "admin", or "agent" for what its key opens
 _RECEIPT = "x-steno-receipt"  # of an answer: what to say once its client has it, in a request with this header
 
+_KEPT_S = 600.0  # a connection without a request: also what a client may take for the last bytes
 _MAX_FOLDER = 80  # characters; a Unix socket's whole path has room for some 100
 
 
@@ -111,37 +114,60 @@ async def deliver(request: web.Request, response: web.StreamResponse, rest: byte
         await forwarded.is_received.wait()
 
 
-async def forward(request: web.Request, address: str, dialect: Dialect, *, is_admin: bool) -> web.StreamResponse:
-    """Ask the process at `address` and pass its answer on as it comes, byte for byte.
+class Forwarder:
+    """The sending end. A connection is one request's until its answer is delivered, and only then another's."""
 
-    Raises Gone where it does not answer. A client that leaves cancels this, which the other process sees as a client
-    that leaves. An answer that is cut ends the client's connection where it was cut.
-    """
-    body = await bodies.read(request)
-    headers = sent_on(request.headers, _RIGHTS, _RECEIPT)
-    headers[_RIGHTS] = "admin" if is_admin else "agent"
-    async with _connected(address) as connection:
-        try:
-            answer = await connection.request(
-                request.method, _url(request), headers=headers, data=body or None, allow_redirects=False
-            )
-        except (aiohttp.ClientError, OSError) as e:
-            raise Gone(address) from e
-        try:
-            headers = passed_on(answer.headers)
-            asked = headers.pop(_RECEIPT, None)
-            response = _Passed(status=answer.status, reason=answer.reason, headers=headers)
-            await response.prepare(request)
-            with suppress(ConnectionError):  # the client's: nobody is left to be told
+    def __init__(self) -> None:
+        self._free: defaultdict[str, list[aiohttp.ClientSession]] = defaultdict(list)  # by address
+
+    async def forward(
+        self, request: web.Request, address: str, dialect: Dialect, *, is_admin: bool
+    ) -> web.StreamResponse:
+        """Ask the process at `address` and pass its answer on as it comes, byte for byte.
+
+        Raises Gone where it does not answer, ConnectionError where the client went away; the other process then sees a
+        client that goes away. An answer that is cut ends the client's connection where it was cut.
+        """
+        body = await bodies.read(request)
+        headers = sent_on(request.headers, _RIGHTS, _RECEIPT)
+        headers[_RIGHTS] = "admin" if is_admin else "agent"
+        async with self._connection(address) as connection:
+            try:
+                answer = await connection.request(
+                    request.method, _url(request), headers=headers, data=body or None, allow_redirects=False
+                )
+            except (aiohttp.ClientError, OSError) as e:
+                raise Gone(address) from e
+            try:
+                headers = passed_on(answer.headers)
+                asked = headers.pop(_RECEIPT, None)
+                response = _Passed(status=answer.status, reason=answer.reason, headers=headers)
+                await response.prepare(request)
                 if not await _pass_on(answer, response):
                     await _break_off(request, response, address, dialect)
                     return response
                 await deliver(request, response)
                 if asked is not None:
                     await _say_received(connection, asked)
-            return response
-        finally:
-            answer.close()  # of no effect once it is read to its end: that connection stands until all is said
+                return response
+            finally:
+                answer.close()  # of no effect once it is read to its end
+
+    async def aclose(self) -> None:
+        for connection in chain(*self._free.values()):
+            await connection.close()
+
+    @asynccontextmanager
+    async def _connection(self, address: str) -> AsyncIterator[aiohttp.ClientSession]:
+        """Closed where the request has no good end: by that the other process knows that nobody listens."""
+        free = self._free[address]
+        connection = free.pop() if free else _connected(address)
+        try:
+            yield connection
+        except BaseException:
+            await connection.close()
+            raise
+        free.append(connection)
 
 
 class _Passed(web.StreamResponse):
@@ -151,9 +177,8 @@ class _Passed(web.StreamResponse):
 
 
 def _connected(address: str) -> aiohttp.ClientSession:
-    """A connection of its own: it stands until the answer is delivered, and its end says that the client is gone."""
     return aiohttp.ClientSession(
-        connector=aiohttp.UnixConnector(address, keepalive_timeout=_FOREVER_S),
+        connector=aiohttp.UnixConnector(address, keepalive_timeout=_KEPT_S),
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
@@ -161,12 +186,8 @@ def _connected(address: str) -> aiohttp.ClientSession:
     )
 
 
-_FOREVER_S = 1e6
-
-
 def _url(request: web.Request) -> URL:
-    asked = request.rel_url.raw_path_qs
-    return URL("http://gateway" + quote(asked, safe="/:@!$&'()*+,;=~?%", errors="surrogateescape"), encoded=True)
+    return URL("http://gateway" + quote(request.rel_url.raw_path_qs, safe="/:@!$&'()*+,;=~?%"), encoded=True)
 
 
 async def _pass_on(answer: aiohttp.ClientResponse, response: web.StreamResponse) -> bool:

@@ -25,7 +25,7 @@ from stenograph.errors import ConfigError, OwnedElsewhere, RequestError, Stenogr
 from stenograph.gateway import bodies, paths
 from stenograph.gateway.admin import SessionRoutes
 from stenograph.gateway.answers import Answers
-from stenograph.gateway.forwarding import FORWARDED, Arrivals, Gone, forward
+from stenograph.gateway.forwarding import FORWARDED, Arrivals, Forwarder, Gone
 from stenograph.gateway.passthrough import Passthrough
 from stenograph.gateway.sessions import ADMIN_KEY_REMEDY, Session, Sessions
 from stenograph.gateway.turns import Names, Turns, as_proposed
@@ -82,6 +82,7 @@ class Gateway:
         key = self.config.engine.api_key
         self._passthrough = Passthrough(self.engine.server, key) if self.engine.server is not None else None
         self._admin = SessionRoutes(self.sessions, self.config.select, settings.seal_timeout_s)
+        self._forwarder = Forwarder()
         self._arrivals = Arrivals(self.address, self._handle) if self.address else None
         self._runner: web.AppRunner | None = None
         self._expiry: asyncio.Task[None] | None = None
@@ -129,6 +130,7 @@ class Gateway:
             self._runner = None
         if self._arrivals is not None:
             await self._arrivals.stop()
+        await self._forwarder.aclose()
         if self._passthrough is not None:
             await self._passthrough.aclose()
 
@@ -168,7 +170,9 @@ class Gateway:
                 if FORWARDED in request or not e.address:
                     break
                 with suppress(Gone):
-                    return await forward(request, e.address, dialect, is_admin=self.sessions.is_admin(key))
+                    return await self._forwarder.forward(
+                        request, e.address, dialect, is_admin=self.sessions.is_admin(key)
+                    )
             await asyncio.sleep(_RETRY_S)  # it is gone a moment after it stopped to answer, or it starts to
         told = "another process has this session, and does not answer; try again"
         raise RequestError(told, status=503, headers={"retry-after": "1"})
