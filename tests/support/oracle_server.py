@@ -28,7 +28,6 @@ async def serving_oracle(oracle: Oracle, rendering: Rendering) -> AsyncIterator[
             sampling=Sampling(max_tokens=body["max_tokens"]),
             session="",
             stop_token_ids=tuple(body["stop_token_ids"]),
-            last_message="",
         )
         stream = web.StreamResponse(headers={"content-type": "text/event-stream"})
         try:
