@@ -11,7 +11,7 @@ import secrets
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -144,11 +144,11 @@ class Forwarder:
                 response = _Passed(status=answer.status, reason=answer.reason, headers=headers)
                 await response.prepare(request)
                 if not await _pass_on(answer, response):
-                    await _break_off(request, response, address, dialect)
+                    await _break_off(request, response, connection, dialect)
                     return response
                 await deliver(request, response)
                 if asked is not None:
-                    await _say_received(connection, asked)
+                    await _say(connection, asked)
                 return response
             finally:
                 answer.close()  # of no effect once it is read to its end
@@ -202,9 +202,11 @@ async def _pass_on(answer: aiohttp.ClientResponse, response: web.StreamResponse)
         await response.write(piece)
 
 
-async def _break_off(request: web.Request, response: web.StreamResponse, address: str, dialect: Dialect) -> None:
+async def _break_off(
+    request: web.Request, response: web.StreamResponse, connection: aiohttp.ClientSession, dialect: Dialect
+) -> None:
     """Close without HTTP's end. A process that is still there has told why in its stream; one that died did not."""
-    if response.content_type == "text/event-stream" and await _is_gone(address):
+    if response.content_type == "text/event-stream" and not await _say(connection, ""):
         died = EngineUnavailable("the process that has this session ended; send the request again")
         # The empty lines end an event that was cut, too.
         await response.write(b"\n\nevent: error\ndata: " + dialect.error(died).body + b"\n\n")
@@ -212,17 +214,13 @@ async def _break_off(request: web.Request, response: web.StreamResponse, address
         request.transport.close()
 
 
-async def _is_gone(address: str) -> bool:
+async def _say(connection: aiohttp.ClientSession, receipt: str) -> bool:
+    """Say that a client has an answer; whether the other process is there to hear it.
+
+    By another host's name, which is another connection: the answer's is held until this is said.
+    """
     try:
-        _, writer = await asyncio.open_unix_connection(address)
-    except OSError:
-        return True
-    writer.close()
-    return False
-
-
-async def _say_received(connection: aiohttp.ClientSession, asked: str) -> None:
-    """By another host's name, which is another connection: the answer's is held until this is said."""
-    with suppress(aiohttp.ClientError, OSError):  # a process that is gone notes nothing
-        async with connection.post("http://receipts/", headers={_RECEIPT: asked}):
-            pass
+        async with connection.post("http://receipts/", headers={_RECEIPT: receipt}):
+            return True
+    except (aiohttp.ClientError, OSError):
+        return False
