@@ -174,7 +174,9 @@ async def _listening(
     sockets: Sequence[socket.socket] = (),
 ) -> AsyncIterator[Gateway]:
     address = store.address if isinstance(store, SqliteTraceStore) else ""
-    gateway = Gateway(config, engine, rendering, store, new_admin_key(), config.model.path or "stenograph", address)
+    gateway = Gateway(
+        config, engine, rendering, store, new_admin_key(), config.model.path or "stenograph", address=address
+    )
     _allow_connections()
     await gateway.start(sockets)
     try:

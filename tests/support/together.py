@@ -23,7 +23,9 @@ async def gateway(journal: Path, engine: Engine, admin_key: str = "admin", **set
     values = {"engine": {"kind": "scripted", "script": "-"}, "gateway": {"port": 0, **settings}}
     config = Config.model_validate(values)
     with private_address() as address, closing(SqliteTraceStore(journal, address=address)) as store:
-        async with client_of(Gateway(config, engine, rendering(), store, admin_key, "model", address)) as client:
+        async with client_of(
+            Gateway(config, engine, rendering(), store, admin_key, "model", address=address)
+        ) as client:
             yield client
 
 
