@@ -141,7 +141,12 @@ class Roles:
 def _said(headers: Mapping[str, str], hints: Mapping[str, str]) -> dict[str, str]:
     """What the client says of a request, by header name; its body repeats some of it, and proxies drop headers."""
     said = {name.removeprefix("client_metadata."): value for name, value in hints.items()} | dict(headers)
-    return {name.lower().replace("_", "-"): value.strip() for name, value in said.items() if value.strip()}
+    return {name.lower().replace("_", "-"): _text(value) for name, value in said.items() if value.strip()}
+
+
+def _text(value: str) -> str:
+    """A header's value, with what in it is no text replaced: it is recorded."""
+    return value.strip().encode(errors="surrogateescape").decode(errors="replace")
 
 
 def client_session(headers: Mapping[str, str], request: Request) -> str | None:

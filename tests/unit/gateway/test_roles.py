@@ -12,8 +12,9 @@ from multidict import CIMultiDict
 
 from stenograph.dialects import chat, messages, responses
 from stenograph.dialects.base import Request
-from stenograph.gateway.roles import Role, Roles
+from stenograph.gateway.roles import Role, Roles, client_session
 from stenograph.types import BranchRole, Tool
+from support.listening import new_call
 
 Said = tuple[str, str]  # role, text
 
@@ -484,3 +485,9 @@ def test_a_request_that_failed_does_not_say_what_the_main_conversation_is_like()
     assert roles.of({}, helper, None).name == "main"
     assert taken(roles, {}, work, None) == MAIN
     assert taken(roles, {}, helper, None).name == "sub-agent"
+
+
+def test_bytes_of_a_header_that_are_no_text_are_replaced() -> None:
+    """What is recorded of a request is written as JSON, which has no place for them."""
+    headers = {"x-session-id": "caf\udce9"}
+    assert client_session(headers, new_call("hello").request) == "caf\ufffd"
