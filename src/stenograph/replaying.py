@@ -63,9 +63,8 @@ async def replay(
 
     engine = ReplayEngine(record, differ, context_length=config.engine.context_length or _CONTEXT_LENGTH)
     settings = config.gateway.model_copy(update={"port": port, "public_url": None})
-    unrouted = config.engine.model_copy(
-        update={"experts": False}
-    )  # no agent sees them, and they are freed with a session
+    # No agent sees routed experts, and they are freed with their session.
+    unrouted = config.engine.model_copy(update={"experts": False})
     gateway = Gateway(
         config.model_copy(update={"gateway": settings, "engine": unrouted}),
         engine,

@@ -67,6 +67,24 @@ def test_what_goes_on_is_no_fork() -> None:
     assert session.store.drift("s") == []
 
 
+def test_white_space_that_no_reply_follows() -> None:
+    """It is accepted in what was answered before; what is to be answered is asked as it came."""
+    session = Recording()
+    session.ask([SYSTEM, user("a")], reply("b"))
+    session.ask([SYSTEM, user("a\n")], reply("c"))
+    drift = session.drift()
+    assert (drift.cause, drift.message, drift.before, drift.after) == ("message_changed", 1, "a", "a\n")
+
+
+def test_a_conversation_that_begins_otherwise_is_compared_with_one_that_begins_with_the_same_role() -> None:
+    session = Recording()
+    session.ask([user("a")], reply("b"))
+    session.ask([SYSTEM, user("a")], reply("b"))
+    session.ask([user("z")], reply("b"))
+    drift = session.store.drift("s")[-1]
+    assert (drift.cause, drift.field, drift.before, drift.after) == ("message_changed", "content", "a", "z")
+
+
 def test_an_edited_reply() -> None:
     session = Recording()
     first = session.ask([SYSTEM, user("a")], reply("say it"))
