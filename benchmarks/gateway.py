@@ -1,10 +1,11 @@
 """What the gateway adds to a turn, by the length of its session: gateway, engine and load are a process each.
 
 One JSON row a figure, a naive gateway's (`naive_gateway.py`) under the same load beside it. The record is in memory;
-rows of a `journal` have memory beside them. `cpu_ms`: the gateway's own CPU a turn, all its threads, from the kernel's
-account of its process, the median over rounds. `added_ms`: the median latency over that of a direct call to the same
-engine. `peak_mb`: the most memory that the process ever had, with some 300 MB that it starts with. On few cores the
-processes are in each other's way: the CPU is what counts.
+rows of a `journal` have memory beside them, and those of a gateway that forwards each turn to another over the same
+journal have that beside them (`forwarded`; the other one's CPU comes on top). `cpu_ms`: the gateway's own CPU a turn,
+all its threads, from the kernel's account of its process, the median over rounds. `added_ms`: the median latency over
+that of a direct call to the same engine. `peak_mb`: the most memory that the process ever had, with some 300 MB that it
+starts with. On few cores the processes are in each other's way: the CPU is what counts.
 """
 
 from __future__ import annotations
@@ -69,9 +70,13 @@ def run(parts: Parts, length: str, concurrency: int, streams: tuple[bool, ...]) 
         ours = [Figures.of(put_under(target, plan), one, target.pid) for plan, one in zip(plans, direct, strict=True)]
     for case, figures, baseline in zip(cases, ours, naive, strict=True):
         tell(case, figures, "naive", baseline)
-    with parts.gateway(f"sqlite:{parts.folder}/{length}-{concurrency}.db") as target:
+    store = f"sqlite:{parts.folder}/{length}-{concurrency}.db"
+    with parts.gateway(store) as target:
         figures = Figures.of(put_under(target, plans[0]), direct[0], target.pid)
+        with parts.gateway(store, f"gateway.public_url={target.url}") as owner:  # agents ask the first for its sessions
+            forwarded = Figures.of(put_under(replace(owner, pid=target.pid), plans[0]), direct[0], target.pid)
     tell(f"{cases[0]}/journal", figures, "memory", ours[0])
+    tell(f"{cases[0]}/forwarded", forwarded, "journal", figures)
 
 
 def tell(case: str, figures: Figures, beside: str, baseline: Figures) -> None:

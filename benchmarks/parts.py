@@ -63,10 +63,10 @@ class Parts:
     engine: str
 
     @contextmanager
-    def gateway(self, store: str = "memory") -> Iterator[Target]:
-        """`store` as `steno serve --store` takes it."""
+    def gateway(self, store: str = "memory", *settings: str) -> Iterator[Target]:
+        """`store` and `settings` as `steno serve` takes them by --store and --set."""
         steno = str(Path(sys.executable).parent / "steno")
-        settings = ["model.renderer=qwen3", "model.thinking_retention=all"]
+        settings = ("model.renderer=qwen3", "model.thinking_retention=all", *settings)
         command = [steno, "serve", "--port", "0", "--model", str(self.folder), "--engine", f"vllm:{self.engine}"]
         with started(*command, "--store", store, *[word for one in settings for word in ("--set", one)]) as (
             ready,
