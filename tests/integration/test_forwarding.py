@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from stenograph.engines.scripted import ScriptedEngine
+from stenograph.traces.journal import Journal
 from support.listening import CHAT, Client, becomes, chat_body, rendering, say
 from support.streams import assembled
 from support.together import at, gateway, gateways
@@ -184,6 +185,22 @@ async def test_a_turn_is_delivered_once_the_forwarding_gateway_says_so(tmp_path:
             await session.until("committed", "delivered", "undelivered")
             assert (await session.ask(body))[0] == 200  # what nobody had is had now
             await session.until("committed", "delivered", "delivered")
+
+
+async def test_a_session_that_is_deleted_at_once_keeps_what_was_delivered(tmp_path: Path) -> None:
+    async with gateways(tmp_path / "traces.db", engine) as (here, _):
+        session = await here.open()
+        url = f"http://x/s/{session.id}{CHAT}"
+        async with unix(here) as end, unix(here) as other:
+            async with end.post(url, data=chat_body("weather"), headers={"x-steno-rights": "admin"}) as answer:
+                assert await answer.read()
+            deleted = asyncio.create_task(here.json("DELETE", f"/sessions/{session.id}"))
+            await becomes(lambda: session.id in here.gateway.sessions._closing)
+            async with other.post("http://x/", headers={"x-steno-receipt": answer.headers["x-steno-receipt"]}):
+                assert await deleted == {"released": [session.id]}
+        with Journal.reading(tmp_path / "traces.db") as journal:
+            tree = journal.load(session.id).tree
+    assert [tree.state(turn) for turn in tree.turns] == ["delivered"]
 
 
 def unix(client: Client) -> aiohttp.ClientSession:

@@ -103,6 +103,7 @@ class Call:
     def leave(self, timeout_s: float) -> None:
         """Nobody listens; what is not over by then is given up after `timeout_s`."""
         self.has_client = False
+        self._news.set()
         if not self.over:
             self._deadline = asyncio.get_running_loop().call_later(timeout_s, self._give_up)
 
@@ -127,6 +128,12 @@ class Call:
         except TimeoutError:
             return False
         return True
+
+    async def heard_out(self) -> None:
+        """Wait until it is known whether the client has what is committed."""
+        while self.state is State.COMMITTED and self.has_client:
+            self._news.clear()
+            await self._news.wait()
 
     def answers(self, key: str, max_tokens: int) -> bool:
         """Whether this call, its client gone, answers a request too: the same, and no longer where that would count."""

@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from stenograph.types import Turn
 log = logging.getLogger(__name__)
 
 KEY_PREFIX = SESSION_PREFIX + "key_"
+_HEARD_OUT_S = 1.0
 ADMIN_KEY_REMEDY = "the admin key: STENO_ADMIN_KEY, or the one that steno serve printed at its start"
 
 
@@ -102,6 +104,13 @@ class Session:
             for task in self.tasks:
                 task.cancel()
             await asyncio.wait(self.tasks)
+
+    async def heard_out(self) -> None:
+        """Let clients have what is committed: a process that passed it on may be about to say that it has."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_HEARD_OUT_S):
+                for call in [call for same in self.calls.values() for call in same]:
+                    await call.heard_out()
 
 
 class Sessions:
@@ -194,6 +203,7 @@ class Sessions:
         self._closing.add(session.id)
         try:
             await session.settle(0)
+            await session.heard_out()
             released = self.store.release([session.id])
             self._sessions.pop(session.id, None)
             return released
