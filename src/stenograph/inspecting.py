@@ -16,12 +16,13 @@ from rich.text import Text
 from rich.tree import Tree
 
 from stenograph.config import SelectConfig
-from stenograph.errors import ConfigError, boundary
+from stenograph.errors import ConfigError, TraceError, boundary
 from stenograph.rundir import load_session, open_journal, read_rows, read_select
 from stenograph.traces.export import session_row
+from stenograph.traces.journal import Journal
 from stenograph.traces.samples import flatten
 from stenograph.traces.selection import selected
-from stenograph.traces.session import SessionRecord
+from stenograph.traces.session import Opening, SessionRecord
 from stenograph.traces.trace import EMPTY
 from stenograph.types import BranchRole, Mask
 
@@ -182,18 +183,22 @@ def _rollouts(run: Path) -> list[dict[str, Any]]:
     if (run / "rollouts.jsonl").exists():
         return read_rows(run, "rollouts.jsonl")
     with open_journal(run) as journal:
-        return [_rollout(journal.load(session)) for session in journal.sessions()]
+        return [_rollout(journal, session) for session in journal.sessions()]
 
 
-def _rollout(record: SessionRecord) -> dict[str, Any]:
+def _rollout(journal: Journal, session: str) -> dict[str, Any]:
+    try:
+        record, error = journal.load(session), None
+    except TraceError as e:
+        record, error = SessionRecord(Opening(session)), str(e)
     accepted = Counter(name for turn in record.tree.turns.values() for name in turn.accepted)
     return {
         "session": record.id,
         "task_id": record.opening.metadata.get("task_id"),
         "reward": record.reward,
-        "status": record.status or record.state,
+        "status": record.status or (record.state if error is None else "damaged"),
         "num_turns": len(record.tree.turns),
-        "error": None,
+        "error": error,
         "ledger": asdict(record.ledger()),
         "drift": [asdict(drift) for drift in record.drift],
         "accepted": dict(accepted),

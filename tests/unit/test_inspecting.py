@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 
@@ -115,6 +116,24 @@ def test_a_gateways_record_is_shown_as_a_runs_is(run: Path) -> None:
     assert row == {**ROLLOUT, "num_turns": 3, "error": None}
     data, _ = inspecting.ledger(run)
     assert data == {"sampled": 4, "trained": 0, "masked": {"greedy": 1}, "dropped": {}, "in_flight": 3}
+
+
+def test_a_session_that_cannot_be_read_hides_no_other(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (run / name).unlink()
+    record(run, "other")
+    with closing(sqlite3.connect(run / "traces.db")) as database, database:
+        database.execute("UPDATE sessions SET opening = '{' WHERE id = 's'")
+    damaged, other = inspecting.overview(run)[0]["last_rollouts"]
+    assert (damaged["session"], damaged["status"], other["status"]) == ("s", "damaged", "completed")
+    assert "could not read what session s was opened with" in damaged["error"]
+    cli.export(run, run / "out.jsonl")
+    assert orjson.loads(capsys.readouterr().out) == {
+        "file": str(run / "out.jsonl"),
+        "sessions": 1,
+        "rows": 1,
+        "left_out": 1,
+    }
 
 
 def test_a_folder_without_a_journal_is_told_what_it_lacks(tmp_path: Path) -> None:

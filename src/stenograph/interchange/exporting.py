@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def export_run(journal: Journal, path: Path, format: str, select: SelectConfig) -> dict[str, int]:
     """Write the branches that a journal's sessions were settled by, else those that `select` chooses. Returns counts.
 
-    A session that cannot be flattened is left out, counted and logged. Raises as `files.write` does.
+    A session that cannot be read or flattened is left out, counted and logged. Raises as `files.write` does.
     """
     counts = {"sessions": 0, "rows": 0, "left_out": 0}
     files.write(_rows(journal, select, counts), path, format)
@@ -28,14 +28,14 @@ def export_run(journal: Journal, path: Path, format: str, select: SelectConfig) 
 
 def _rows(journal: Journal, select: SelectConfig, counts: dict[str, int]) -> Iterator[Row]:
     for name in journal.sessions():
-        record = journal.load(name)
         num_before = counts["rows"]
         try:
+            record = journal.load(name)
             for row in session_rows(record, journal.value, select):
                 counts["rows"] += 1
                 yield row
+            record.tree.release()
         except TraceError as e:
             counts["left_out"] += 1
             log.warning("left out: %s", e)
         counts["sessions"] += counts["rows"] > num_before
-        record.tree.release()

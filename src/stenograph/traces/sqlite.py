@@ -286,6 +286,7 @@ class SqliteTraceStore:
                 with self._lock:
                     with suppress(TraceError):  # it was said
                         self._catch_up()
+                        self.payloads.release(())
                     oldest_s = time.monotonic() - self._idle_s
                     for session in self._evictable():
                         if self._sessions[session].used_s < oldest_s:
@@ -300,6 +301,7 @@ class _Payloads:
         self._lock = lock
         self._owner = owner
         self._leasing: set[Holder] = set()  # of this process alone; most requests lease nothing
+        self._ended: set[Holder] = set()  # whose leases could not be ended yet
 
     def put(self, value: NDArray[Any], holder: Holder) -> Payload:
         payload = new_payload(value)
@@ -319,11 +321,17 @@ class _Payloads:
 
     def release(self, holders: Iterable[Holder]) -> list[str]:
         with self._lock:
-            known = [holder for holder in holders if holder.outlives_process or holder in self._leasing]
-            freed = self._journal.end_leases(known, self._owner) if known else []
-            self._leasing.difference_update(known)
+            self._ended.update(one for one in holders if one.outlives_process or one in self._leasing)
+            try:
+                freed = self._journal.end_leases(self._ended, self._owner) if self._ended else []
+            except TraceError as e:
+                log.warning("leases of %d holders are ended as soon as that can be written: %s", len(self._ended), e)
+                return []
+            self._leasing -= self._ended
+            self._ended.clear()
             return freed
 
     def _note(self, holder: Holder) -> None:
+        self._ended.discard(holder)
         if not holder.outlives_process:
             self._leasing.add(holder)

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stenograph.errors import TraceError
+from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Disposition, Opening
 from stenograph.traces.sqlite import SqliteTraceStore
 from support.random_sessions import everything
@@ -112,3 +114,15 @@ def test_what_is_lost_at_the_end_is_said(tmp_path: Path, caplog: pytest.LogCaptu
         store.drop("s", "aborted", 40)
         store.close()
         assert "1 marks and drops are lost" in caplog.text
+
+
+def test_leases_that_cannot_be_ended_are_when_that_can_be_written(
+    store: SqliteTraceStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = Holder("request", "1")
+    payload = store.payloads.put(np.zeros(3, np.uint8), request)
+    store._journal._connection.execute("PRAGMA query_only = ON")
+    assert store.payloads.release([request]) == []
+    assert "ended as soon as that can be written" in caplog.text
+    store._journal._connection.execute("PRAGMA query_only = OFF")
+    assert store.payloads.release(()) == [payload.id]
