@@ -46,7 +46,7 @@ def run(name: str, steps: int, folder: Path) -> list[dict[str, Any]]:
         command += [word for setting in [*settings(steps), *CASES[name]] for word in ("--set", setting)]
         print(f"{name}: {' '.join(command)}", flush=True)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
 
 
 def held_out(rows: list[dict[str, Any]]) -> tuple[float, float]:

@@ -85,7 +85,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = pq.read_table(given.file, columns=["task_id", "role", "reward", "messages", "tools"]).to_pylist()
     if given.kind == "rl":
-        lines = given.tasks.read_text().splitlines() if given.tasks else []
+        lines = given.tasks.read_bytes().splitlines() if given.tasks else []
         answers = {task["id"]: task.get("answer") or "" for task in map(json.loads, lines)}
         made = rl_rows(rows, answers, given.source)
     else:

@@ -37,7 +37,7 @@ def test_an_example_takes_a_step(config: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["ledger"]["sampled"] > 0
-    rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_bytes().splitlines()]
     assert [rollout["status"] for rollout in rollouts] == ["completed", "completed"]
 
 

@@ -43,7 +43,7 @@ def steno(*arguments: str | Path) -> Done:
         try:
             main()
         except SystemExit as e:
-            code = int(str(e.code))
+            code = int(str(e.code or 0))
     return Done(code, out.getvalue(), err.getvalue())
 
 
@@ -86,7 +86,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(exported: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (exported / "samples.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (exported / "samples.jsonl").read_bytes().splitlines()]
 
 
 def example(name: str) -> ModuleType:

@@ -83,7 +83,7 @@ def train(project: Path, *settings: str, run: str = "run") -> subprocess.Complet
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_a_run_leaves_a_whole_record(project: Path) -> None:

@@ -164,7 +164,7 @@ def loop(folder: Path, store: MemoryTraceStore, attempts: Recorded, **settings: 
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / name).read_bytes().splitlines()]
 
 
 async def test_what_is_selected_is_trained_and_the_rest_is_dropped_for_its_reason(tmp_path: Path) -> None:
