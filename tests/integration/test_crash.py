@@ -86,6 +86,8 @@ def check(path: Path, session: str, book: Book, oracle: Oracle) -> None:
         asked = book.turns[fork.turn.removeprefix("turn_")].asked
         begins = all(item.role != "assistant" for item in asked.said)  # beside the other agents of its session
         known = {"system_changed", "tools_changed"} if begins else {"template_rewrites_history"}
+        if not begins and book.continued(asked.head, asked.said) == 0:  # a history that was changed before, rewound
+            known |= {"history_truncated", "message_inserted", "arguments_changed", "compaction"}
         assert fork.cause in {*known, "message_changed", asked.cause}, fork  # another question was asked there, too
     for sample in record.samples():
         last = record.tree.turn(sample.turns[-1].turn)
