@@ -49,8 +49,9 @@ class Journal:
     def writing(cls, path: Path) -> Journal:
         """Open or create the database at `path`. Raises ConfigError where that cannot be."""
         with _opening(path):
+            path = path.resolve()  # whatever links lead there: what stands beside it says who is at work on it
             path.parent.mkdir(parents=True, exist_ok=True)
-            connection = _connect(f"{path.absolute().as_uri()}?mode=rwc")
+            connection = _connect(f"{path.as_uri()}?mode=rwc")
             try:
                 schema.is_current(connection, path)  # before anything is changed of what may be another's
                 _write_ahead(connection)
@@ -69,7 +70,8 @@ class Journal:
             told = f"{path.parent} holds no {path.name}" if path.parent.is_dir() else f"{path.parent} is not a folder"
             raise ConfigError(f'{told}; give the folder of a run that was recorded (store.kind = "sqlite")')
         with _opening(path):
-            address = f"{path.absolute().as_uri()}?mode=ro"
+            path = path.resolve()
+            address = f"{path.as_uri()}?mode=ro"
             if not os.access(path.parent, os.W_OK) and not _num_wal_bytes(path):
                 address += "&immutable=1"  # SQLite cannot make the files that it wants beside it, and needs none
             connection = _connect(address)
@@ -164,19 +166,29 @@ class Journal:
         with self._transaction():
             for session in sessions:
                 self._run("UPDATE sessions SET released_s = ?, owner = NULL WHERE id = ?", now, session)
-                if not self._opening(session)[0].traced:  # there is nothing to keep of it
-                    self._run("DELETE FROM sessions WHERE id = ?", session)
+                if not self._is_traced(session):  # there is nothing to keep of it
+                    self._delete("SELECT number FROM sessions WHERE id = ?", session)
             self._leases.end([Holder("session", session) for session in sessions], "")
             if keep != "all":
                 num_kept = int(keep.removeprefix("last:")) if keep != "none" else 0
                 gone = "SELECT number FROM sessions WHERE released_s IS NOT NULL"
-                gone += " ORDER BY released_s DESC, number DESC LIMIT -1 OFFSET ?"
-                for (number,) in self._run(gone, num_kept).fetchall():
-                    for place in ("turns", "events"):
-                        held = f"SELECT number FROM {place} WHERE session = ?"
-                        self._run(f"DELETE FROM quarantined WHERE place = ? AND number IN ({held})", place, number)
-                        self._run(f"DELETE FROM {place} WHERE session = ?", number)
-                    self._run("DELETE FROM sessions WHERE number = ?", number)
+                self._delete(f"{gone} ORDER BY released_s DESC, number DESC LIMIT -1 OFFSET ?", num_kept)
+
+    def _delete(self, numbers: str, *values: Any) -> None:
+        """Delete the sessions that a query gives, and all that hangs on their numbers: others will have those next."""
+        for (number,) in self._run(numbers, *values).fetchall():
+            for place in ("turns", "events"):
+                held = f"SELECT number FROM {place} WHERE session = ?"
+                self._run(f"DELETE FROM quarantined WHERE place = ? AND number IN ({held})", place, number)
+                self._run(f"DELETE FROM {place} WHERE session = ?", number)
+            self._run("DELETE FROM sessions WHERE number = ?", number)
+
+    def _is_traced(self, session: str) -> bool:
+        """Also where that cannot be read: its turns may be, then."""
+        try:
+            return self._opening(session)[0].traced
+        except TraceError:
+            return True
 
     # --- payloads ----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,9 +49,21 @@ def clear(address: str) -> None:
     """Remove the socket, and its folder, at which a process that was killed was reached."""
     path = Path(address)
     with suppress(OSError):
-        if path.is_socket():  # a database that came from elsewhere may name anything
+        # A database that came from elsewhere may name anything: of a copy, what is at work on the original.
+        if path.is_socket() and _is_left(address):
             path.unlink()
             path.parent.rmdir()
+
+
+def _is_left(address: str) -> bool:
+    """Whether nobody listens at a Unix socket any more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)  # one that is busy, or stands still, is there
+        try:
+            asking.connect(address)
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
 def _file(path: Path, owner: str) -> Path:

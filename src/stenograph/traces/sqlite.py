@@ -68,7 +68,6 @@ class SqliteTraceStore:
         memory_bytes: float = float("inf"),
         address: str = "",
     ) -> None:
-        self.path = path
         self.address = address
         self._allowed = allowed
         self._keep = keep
@@ -79,7 +78,8 @@ class SqliteTraceStore:
         self._num_bytes = 0
         self._unwritten: deque[_Note] = deque()  # their sessions stay in memory
         self._journal = Journal.writing(path)
-        self._owner = Owner(path)
+        self.path = self._journal.path
+        self._owner = Owner(self.path)
         self._journal.enrol(self._owner.id, address)
         self.payloads: Payloads = _Payloads(self._journal, self._lock, self._owner.id)
         self._closing = threading.Event()

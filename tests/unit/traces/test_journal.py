@@ -164,6 +164,31 @@ def test_of_an_untraced_session_nothing_stays(store: SqliteTraceStore, path: Pat
     assert count(path, "sessions") == 0
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_session_begins_with_nothing_of_one_that_was_deleted(path: Path, traced: bool) -> None:
+    """A database gives the last number that is free to the next session."""
+    with closing(SqliteTraceStore(path, keep="none")) as store:
+        store.open(Opening("gone", traced=traced))
+        store.seal("gone", 7.0, "completed")
+        store.release(["gone"])
+        store.open(Opening("s"))
+        before = everything(store, "s")
+    assert count(path, "events") == 0
+    with closing(SqliteTraceStore(path)) as store:
+        assert everything(store, "s") == before
+        assert (store.get("s").state, store.get("s").reward) == ("open", None)
+
+
+def test_a_session_whose_opening_is_damaged_is_released_beside_others(path: Path) -> None:
+    with closing(SqliteTraceStore(path)) as store:
+        for session in ("s", "t"):
+            store.open(Opening(session))
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE sessions SET opening = 'torn' WHERE id = 's'")
+        assert store.release(["s", "t"]) == ["s", "t"]
+        assert count(path, "sessions") == 2
+
+
 @pytest.mark.parametrize(("keep", "kept"), [("all", [0, 1, 2, 3, 4]), ("none", []), ("last:2", [3, 4])])
 def test_released_sessions_are_kept_as_the_setting_says(path: Path, keep: str, kept: list[int]) -> None:
     with closing(SqliteTraceStore(path, keep=keep)) as store:
