@@ -65,7 +65,7 @@ def serve(
     given = {"gateway.host": host, "gateway.port": port, "model.path": model, "engine.kind": kind or None}
     given |= {"engine.url" if kind == "vllm" else "engine.script": argument or None}
     given |= {"store.kind": store_kind or None, "store.path": path or None}
-    named = [f"{name}={value}" for name, value in given.items() if value is not None]
+    named = [f"{name}={orjson.dumps(value).decode()}" for name, value in given.items() if value is not None]
 
     def listening(url: str, admin_key: str) -> None:
         _say({"url": url, "admin_key": admin_key})
@@ -152,7 +152,7 @@ def import_(
 def replay(
     run: Run,
     session: Annotated[str, typer.Option(help="the session to replay, or the beginning of its id")],
-    port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 takes a free one")] = 0,
     command: Annotated[list[str] | None, typer.Argument(help="an agent to run, behind --; ends with it")] = None,
 ) -> None:
     """Serve a recorded session to its agent; prints the first request that differs, and at the end how it went."""
@@ -194,7 +194,7 @@ def main() -> None:
     try:
         code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
     except TyperException as e:
-        _fail(getattr(e, "message", "") or str(e), 2)
+        _fail(e.format_message(), 2)
     except ConfigError as e:
         _fail(str(e), 2)
     except StenographError as e:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +17,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from stenograph.config import SelectConfig
-from stenograph.errors import ConfigError, TraceError, boundary
+from stenograph.errors import ConfigError, TraceError, UnknownSession, boundary
 from stenograph.rundir import load_session, open_journal, read_rows, read_select
 from stenograph.traces.export import session_row
 from stenograph.traces.journal import Journal
@@ -183,12 +184,18 @@ def _rollouts(run: Path) -> list[dict[str, Any]]:
     if (run / "rollouts.jsonl").exists():
         return read_rows(run, "rollouts.jsonl")
     with open_journal(run) as journal:
-        return [_rollout(journal, session) for session in journal.sessions()]
+        rows = []
+        for session in journal.sessions():
+            with suppress(UnknownSession):  # it was pruned meanwhile
+                rows.append(_rollout(journal, session))
+        return rows
 
 
 def _rollout(journal: Journal, session: str) -> dict[str, Any]:
     try:
         record, error = journal.load(session), None
+    except UnknownSession:
+        raise
     except TraceError as e:
         record, error = SessionRecord(Opening(session)), str(e)
     accepted = Counter(name for turn in record.tree.turns.values() for name in turn.accepted)

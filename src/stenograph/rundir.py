@@ -83,7 +83,8 @@ def open_journal(run: Path) -> Journal:
 def load_session(run: Path, name: str) -> SessionRecord:
     """The record of the session of `run` with this id, or the only one whose id begins so. Raises ConfigError."""
     with open_journal(run) as journal:
-        names = [session for session in journal.sessions() if session.startswith(name)]
+        sessions = journal.sessions()
+        names = [name] if name in sessions else [session for session in sessions if session.startswith(name)]
         if len(names) > 1:
             raise ConfigError(f"--session {name}: {len(names)} sessions begin so; give more of the id")
         if not names:

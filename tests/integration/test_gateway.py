@@ -18,7 +18,7 @@ import openai
 import pytest
 
 import stenograph
-from support.serving import Server, serving, write_script
+from support.serving import Server, serving, started, write_script
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ARGUMENTS = '{"a": 1.0e0,  "b":2}'
@@ -398,6 +398,14 @@ def test_bad_input_is_one_line_and_exit_2(server: Server, tmp_path: Path) -> Non
         assert named in done.stderr
         assert done.stderr.count("\n") == 1
         assert done.stdout == ""
+
+
+def test_what_an_option_names_is_a_text_whatever_it_looks_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("123", "true", "'quoted'", "{a = 1}", "a b/c d.db", "q?mode=memory", "h#x%20")
+    for name in names:
+        with started("--engine", write_script(tmp_path / "1e5", {"content": "x"}), "--store", f"sqlite:{name}"):
+            assert (tmp_path / name).is_file()
 
 
 def test_the_model_is_listed_and_found_by_any_name(server: Server) -> None:

@@ -114,6 +114,8 @@ def test_what_cannot_be_exported_or_imported_is_one_line_and_exit_2(run: Path, e
         ("export", tmp_path, "-o", tmp_path / "file"),
         ("export", run, "--format", "csv", "-o", tmp_path / "file"),
         ("export", run, "--format", "hf", "-o", exported / "samples"),
+        ("export", run, "-o", run / "traces.db"),
+        ("export", run, "-o", run / "traces.db-wal"),
         ("import", cut, "--run-dir", tmp_path / "new"),
         ("import", exported / "samples.jsonl", "--run-dir", exported),
     ):

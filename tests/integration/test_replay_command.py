@@ -183,7 +183,8 @@ def test_an_agent_that_hangs_ends_with_the_replay(run: Run) -> None:
 BAD = {
     "unknown session": (["--session", "steno_nothing"], "no such session"),
     "many sessions": (["--session", "steno_"], "2 sessions begin so"),
-    "no session": ([], "session"),
+    "no session": ([], "--session"),
+    "no port": (["--session", "steno_", "--port", "99999"], "--port"),
 }
 
 

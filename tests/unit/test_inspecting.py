@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -10,9 +13,10 @@ import orjson
 import pytest
 
 from stenograph import cli, inspecting
-from stenograph.config import Config
+from stenograph.config import Config, SelectConfig
 from stenograph.errors import ConfigError
-from stenograph.rundir import written
+from stenograph.interchange.exporting import export_run
+from stenograph.rundir import open_journal, written
 from stenograph.traces.session import Opening
 from stenograph.traces.sqlite import SqliteTraceStore
 from stenograph.types import Sampling
@@ -100,6 +104,37 @@ def test_a_session_is_found_by_the_beginning_of_its_id(run: Path) -> None:
         inspecting.session(run, "steno_")
     with pytest.raises(ConfigError, match="lists some"):
         inspecting.session(run, "other")
+
+
+def test_a_session_whose_id_another_one_begins_with_is_found_by_all_of_its_own(run: Path) -> None:
+    record(run, "again", "again_1")
+    data, _ = inspecting.session(run, "again")
+    assert {row["session"] for row in data} == {"again"}
+
+
+def test_sessions_that_are_pruned_meanwhile_are_no_damage(run: Path) -> None:
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (run / name).unlink()
+    ended = threading.Event()
+
+    def prune() -> None:
+        with closing(SqliteTraceStore(run / "traces.db", keep="none")) as store:
+            for n in itertools.count():
+                if ended.is_set():
+                    return
+                store.open(Opening(f"short{n}"))
+                store.release([f"short{n - 2}"])
+
+    with ThreadPoolExecutor(1) as pool:
+        pruning = pool.submit(prune)
+        try:
+            for _ in range(100):
+                assert not any(row["error"] for row in inspecting.overview(run)[0]["last_rollouts"])
+                with open_journal(run) as journal:
+                    assert export_run(journal, run / "out.jsonl", "jsonl", SelectConfig())["left_out"] == 0
+        finally:
+            ended.set()
+        pruning.result()
 
 
 def test_all_branches_of_a_session_are_shown_with_what_is_trained(run: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stenograph.config import SelectConfig
-from stenograph.errors import TraceError
+from stenograph.errors import ConfigError, TraceError, UnknownSession
 from stenograph.interchange import files
 from stenograph.interchange.columns import Row
 from stenograph.interchange.rows import session_rows
@@ -19,8 +19,14 @@ log = logging.getLogger(__name__)
 def export_run(journal: Journal, path: Path, format: str, select: SelectConfig) -> dict[str, int]:
     """Write the branches that a journal's sessions were settled by, else those that `select` chooses. Returns counts.
 
-    A session that cannot be read or flattened is left out, counted and logged. Raises as `files.write` does.
+    A session that cannot be read or flattened is left out, counted and logged. Raises as `files.write` does, and
+    ConfigError where `path` is the journal's.
     """
+    target = path.resolve()
+    if target == journal.path or str(target).startswith(
+        f"{journal.path}-"
+    ):  # what SQLite and its owners keep beside it
+        raise ConfigError(f"--output {path} belongs to the run's journal; name another file")
     counts = {"sessions": 0, "rows": 0, "left_out": 0}
     files.write(_rows(journal, select, counts), path, format)
     return counts
@@ -35,6 +41,8 @@ def _rows(journal: Journal, select: SelectConfig, counts: dict[str, int]) -> Ite
                 counts["rows"] += 1
                 yield row
             record.tree.release()
+        except UnknownSession:
+            continue  # it was pruned meanwhile
         except TraceError as e:
             counts["left_out"] += 1
             log.warning("left out: %s", e)

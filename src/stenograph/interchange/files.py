@@ -27,13 +27,14 @@ def write(rows: Iterable[Row], path: Path, format: str) -> None:
     Raises ConfigError for another format, or a path that cannot be one; StenographError where the disk refuses.
     """
     check(path, format)
-    draft = path.with_name(path.name + ".part")
+    whole = path.absolute()  # with a name, "." too
+    draft = whole.with_name(whole.name + ".part")
     with boundary(StenographError, f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove(draft)  # of an export that was killed
         try:
             _writer(format)(_batches(rows), draft)
-            os.replace(draft, path)
+            os.replace(draft, whole)
         finally:
             _remove(draft)
 
@@ -42,6 +43,8 @@ def check(path: Path, format: str) -> None:
     """Raise ConfigError where `write` would."""
     if format not in get_args(Format):
         raise ConfigError(f"--format {format}: write one of {', '.join(get_args(Format))}")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"--output {path} is a device or a pipe, which cannot be overwritten; name a new file")
     if format == "hf" and path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"--output {path} is there already; choose a new folder for --format hf")
     if format != "hf" and path.is_dir():

@@ -38,7 +38,7 @@ def _row(sample: Sample, record: SessionRecord, read: Read) -> Row:
         rollout_id=_name(sample.rollout_id),
         group_id=_name(sample.group_id),
         task_id=_name(sample.task_id),
-        reward=sample.reward,
+        reward=None if sample.reward is None else float(sample.reward),
         status=record.status,
         ids=sample.ids,
         loss_mask=sample.loss_mask.astype(np.uint8),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,19 @@ def test_a_dataset_takes_an_empty_folder_and_no_other(tmp_path: Path) -> None:
     files.write([some_row()], tmp_path / "data", "hf")
     with pytest.raises(ConfigError, match="is there already; choose a new folder"):
         files.write([some_row()], tmp_path / "data", "hf")
+
+
+def test_a_dataset_takes_the_folder_where_we_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files.write([some_row()], Path(), "hf")
+    assert len(list(files.read(tmp_path))) == 1
+
+
+def test_a_pipe_is_no_file_to_overwrite(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is a device or a pipe"):
+        files.write([some_row()], tmp_path / "pipe", "jsonl")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
