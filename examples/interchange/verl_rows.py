@@ -83,11 +83,14 @@ def main() -> None:
     parser.add_argument("--min-reward", type=float, default=1.0, help="sft")
     parser.add_argument("--no-tools", action="store_true", help="sft: leave them out")
     given = parser.parse_args()
+    if given.kind == "rl" and given.tasks is None:
+        parser.error("rl needs --tasks, for the answers that verl's rewards compare with")
     rows = pq.read_table(given.file, columns=["task_id", "role", "reward", "messages", "tools"]).to_pylist()
     if given.kind == "rl":
-        lines = given.tasks.read_bytes().splitlines() if given.tasks else []
-        answers = {task["id"]: task.get("answer") or "" for task in map(json.loads, lines)}
-        made = rl_rows(rows, answers, given.source)
+        if not given.tasks.is_file():
+            raise SystemExit(f"--tasks {given.tasks}: there is no such file; verl's rewards need the tasks' answers")
+        tasks = map(json.loads, given.tasks.read_bytes().splitlines())
+        made = rl_rows(rows, {task["id"]: task.get("answer") or "" for task in tasks}, given.source)
     else:
         made = sft_rows([{**row, "tools": []} if given.no_tools else row for row in rows], given.min_reward)
     if not made:

@@ -141,7 +141,7 @@ def import_(
     file: Annotated[Path, typer.Argument(help="what `steno export` wrote, in any format")],
     run_dir: Annotated[Path, typer.Option(help="a new folder")],
 ) -> None:
-    """Make a run of exported samples, to be inspected, replayed and exported again; prints how many as JSON."""
+    """Make a run of exported samples, to be inspected and exported again; prints how many as JSON."""
     from stenograph.interchange.importing import import_run
 
     RunDir.check(run_dir)
@@ -168,7 +168,7 @@ def replay(
     record = load_session(run, session)
     done = _run(replay(read_config(run), record, port, listening, differs, command or ()))
     _say(done)
-    if done.difference is not None or done.exit_code:
+    if done.difference is not None or done.exit_code or (command and done.missed):
         raise typer.Exit(1)
 
 

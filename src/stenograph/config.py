@@ -140,12 +140,18 @@ class MatchingConfig(Section):
     reply_split: bool = True
 
 
+def _kept(keep: str) -> str:
+    if not re.fullmatch(r"all|none|last:\d+", keep):
+        raise ValueError(f'must be "all", "none" or "last:N", got {keep!r}')
+    return keep
+
+
 class StoreConfig(Section):
     """Where turns are recorded."""
 
     kind: Literal["sqlite", "memory"] = "sqlite"
     path: Path | None = None  # kind = "sqlite": the database; default: traces.db in the run's folder
-    keep: Annotated[str, Field(pattern=r"^(all|none|last:\d+)$")] = "all"  # released sessions in the database
+    keep: Annotated[str, AfterValidator(_kept)] = "all"  # released sessions in the database: all, none or last:N
     idle_s: Positive = 600.0  # without a request until a session leaves memory; it comes back from the database
     max_memory_mb: Positive | None = None  # of all sessions; over it the longest unused leave memory
 

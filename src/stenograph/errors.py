@@ -91,6 +91,10 @@ class OwnedElsewhere(TraceError):
         self.address = address
 
 
+class PayloadFreed(TraceError):
+    """A heavy value went with its last lease."""
+
+
 class AgentError(RolloutError):
     """The agent program could not be run to its end."""
 

@@ -28,11 +28,13 @@ _CONTEXT_LENGTH = 10_000_000  # what was recorded had room
 class Replayed:
     """How a replay went. `repeated` answers are those that were asked for more often than they were recorded.
 
-    `cut` ones were asked for with fewer tokens than they have. `exit_code` is that of the agent that was run.
+    `cut` ones were asked for with fewer tokens than they have, `missed` ones not at all, though an agent once had them.
+    `exit_code` is that of the agent that was run.
     """
 
     replayed: int
     recorded: int
+    missed: int
     repeated: int
     cut: int
     difference: Drift | None
@@ -88,7 +90,9 @@ async def replay(
     finally:
         await gateway.stop()
         await engine.aclose()
-    counted = len(engine.replayed), len(record.tree.turns), engine.num_repeated, engine.num_cut
+    tree = record.tree
+    missed = [turn for turn in tree.turns if tree.state(turn) == "delivered" and turn not in engine.replayed]
+    counted = len(engine.replayed), len(tree.turns), len(missed), engine.num_repeated, engine.num_cut
     return Replayed(*counted, found[0] if found else None, exit_code)
 
 

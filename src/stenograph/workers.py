@@ -101,8 +101,8 @@ class _Worker:
             await asyncio.sleep(self._started_s + _PAUSE_S - time.monotonic())
             try:
                 await self.start()
-            except StenographError as e:
-                print(f"steno: {e}", file=sys.stderr, flush=True)
+            except (StenographError, OSError) as e:  # and then again, for what ended has ended still
+                print(f"steno: no gateway process takes its place yet: {e}", file=sys.stderr, flush=True)
 
     async def end(self) -> None:
         """Ask the process to end, then make it."""

@@ -124,7 +124,7 @@ def test_the_same_agent_prints_the_same(run: Run) -> None:
     assert printed == run.printed
     assert ready["session"]["base_url"] == f"{ready['url']}/s/{ready['session']['id']}"
     assert done == {
-        "replayed": 9, "recorded": 9, "repeated": 0, "cut": 0, "difference": None, "exit_code": 0,
+        "replayed": 9, "recorded": 9, "missed": 0, "repeated": 0, "cut": 0, "difference": None, "exit_code": 0,
     }  # fmt: skip
     assert code == 0
 
@@ -137,6 +137,11 @@ def test_another_agent_fails_and_the_first_request_that_differs_is_said(run: Run
     assert "BadRequestError" in printed
     assert (code, done["difference"], done["replayed"]) == (1, told["difference"], 0)
     assert done["exit_code"] == 1
+
+
+def test_an_agent_that_does_not_ask_for_all_of_it_fails(run: Run) -> None:
+    code, [_, done], _ = replay(run, "--session", run.session, "--", "true")
+    assert (code, done["missed"], done["difference"], done["exit_code"]) == (1, 9, None, 0)
 
 
 def test_an_agent_that_fails_by_itself_fails_the_replay(run: Run) -> None:

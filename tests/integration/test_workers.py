@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import sqlite3
@@ -91,6 +92,18 @@ def test_a_stream_whose_process_dies_ends_in_an_error_and_none_is_lost_to_one_th
         assert not answer.endswith(b"0\r\n\r\n")
         assert soon(lambda: ask(server, session, [{"role": "user", "content": "slow"}])) == "One word after the other."
         assert len(server.call("GET", f"/sessions/{session['id']}/tree")["turns"]) == 1
+
+
+def test_a_place_that_cannot_be_filled_at_once_is_filled_later(tmp_path: Path) -> None:
+    with started(*settings(tmp_path)) as server:
+        soft, hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (8, hard))
+        killed = children(server.process.pid)[0]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: killed not in children(server.process.pid))
+        time.sleep(1.5)  # the next process cannot be started
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        until(lambda: len(children(server.process.pid)) == 2)
 
 
 def test_the_processes_end_with_their_supervisor_however_it_ends(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class Answers:
     ) -> None:
         """Hand over the rest. Delivered means: the last byte left for the client while its connection stood."""
         await deliver(http, response, rest)
-        self._settle(session, call, State.DELIVERED)
+        self._mark(session, call, State.DELIVERED)
 
     # --- the call ------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Answers:
             if not session.traced:
                 session.stored.keep(call.name, call.request, call.answered[0])
             if not call.has_client:
-                self._settle(session, call, State.UNDELIVERED)
+                self._mark(session, call, State.UNDELIVERED)
 
     def _check_limits(self, session: Session, num_choices: int) -> None:
         limits = self._settings
@@ -179,9 +179,9 @@ class Answers:
         kept = session.id and self._settings.on_disconnect == "commit"
         call.leave(self._settings.disconnect_timeout_s if kept else 0)
         if call.state is State.COMMITTED:
-            self._settle(session, call, State.UNDELIVERED)
+            self._mark(session, call, State.UNDELIVERED)
 
-    def _settle(self, session: Session, call: Call, state: State) -> None:
+    def _mark(self, session: Session, call: Call, state: State) -> None:
         """Say in the record whether the agent got its answer."""
         call.advance(state)
         if state is State.DELIVERED or not session.id:

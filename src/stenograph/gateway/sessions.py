@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from stenograph.dialects.base import SESSION_PREFIX
 from stenograph.dialects.minted import turn_id, turn_name
 from stenograph.dialects.seen import Seen
-from stenograph.errors import RequestError, UnknownSession
+from stenograph.errors import RequestError, StenographError, UnknownSession
 from stenograph.gateway.calls import Call
 from stenograph.gateway.roles import Roles
 from stenograph.gateway.stored import StoredResponses
@@ -96,7 +97,7 @@ class Session:
         self.num_turns += len(turns)
         self.num_tokens += sum(len(turn.output_ids) for turn in turns)
 
-    async def settle(self, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float) -> None:
         """Let what is in flight finish for `timeout_s`, then cancel it; nothing runs afterwards."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=timeout_s)
@@ -126,6 +127,8 @@ class Sessions:
         self._ttl_s = ttl_s
         self._sessions: dict[str, Session] = {}
         self._closing: set[str] = set()  # ids
+        # Those of processes that are gone expire too: when, by their ids, until somebody asks for them.
+        self._left = {id: time.monotonic() + ttl_s for id, ttl_s in store.left().items()}
         self._open = True
         self.untraced = Session("", "", traced=False, ttl_s=float("inf"), metadata={})  # the admin's own calls
 
@@ -149,7 +152,7 @@ class Sessions:
     def require_admin(self, key: str | None) -> None:
         if self.is_admin(key):
             return
-        if self._owner(key) is None:
+        if self._opened_by(key) is None:
             raise _unauthorised()
         raise RequestError(f"this address needs {ADMIN_KEY_REMEDY}", status=403, retry=False)
 
@@ -167,7 +170,7 @@ class Sessions:
         """Of the keys that a request carries, the first that opens what it wants; else the one that says most."""
 
         def rank(key: str) -> int:
-            own = self._owner(key)
+            own = self._opened_by(key)
             if self.holds_admin(key) or (own is not None and wanted in (None, own)):
                 return 0
             # One of a session that is gone still says whose the request is, before one that says nothing.
@@ -183,14 +186,14 @@ class Sessions:
             return self._own(key)
         if self.is_admin(key):
             return self.find(wanted)
-        if self._owner(key) not in (None, wanted):
+        if self._opened_by(key) not in (None, wanted):
             told = f"this key belongs to another session than {wanted}, or the id is mistyped"
             raise RequestError(f"{told}; use base_url and api_key of one session", status=403, retry=False)
         return self._own(key)
 
     async def seal(self, session: Session, timeout_s: float, reward: float | None, status: str | None) -> None:
         session.state = "sealed"
-        await session.settle(timeout_s)
+        await session.drain(timeout_s)
         session.calls.clear()  # a sealed session repeats nothing
         session.recorded.clear()
         session.seen = Seen()
@@ -202,7 +205,7 @@ class Sessions:
         session.state = "sealed"
         self._closing.add(session.id)
         try:
-            await session.settle(0)
+            await session.drain(0)
             await session.heard_out()
             released = self.store.release([session.id])
             self._sessions.pop(session.id, None)
@@ -214,16 +217,22 @@ class Sessions:
         """Know no more of a session that another process has; what is in flight here could not be recorded."""
         if (session := self._sessions.pop(id, None)) is not None:
             session.state, session.stopped = "sealed", True
-            await session.settle(0)
+            await session.drain(0)
 
     async def expire(self, timeout_s: float) -> None:
         """Seal the sessions that were idle for longer than their time to live, and make the others small."""
         now = time.monotonic()
+        for id in [id for id, expires_s in self._left.items() if now > expires_s]:
+            del self._left[id]
+            if id not in self._sessions:
+                with suppress(StenographError):  # it was deleted, or another process has it
+                    self.find(id).used_s = -math.inf
         for session in list(self._sessions.values()):
             if session.state == "open" and not session.tasks and now - session.used_s > session.ttl_s:
                 try:
                     await self.seal(session, timeout_s, None, "expired")
                 except Exception:
+                    session.state = "open"  # for the next time
                     log.exception("session %s expired, and its record is not sealed", session.id)
             if not session.tasks and now - session.used_s > self._idle_s:
                 session.seen = Seen()  # what it will repeat is read again
@@ -233,17 +242,17 @@ class Sessions:
         for session in (sessions := [*self._sessions.values(), self.untraced]):
             session.state, session.stopped = "sealed", True
         for session in sessions:
-            await session.settle(0)
+            await session.drain(0)
 
     def _own(self, key: str | None) -> Session:
-        id = self._owner(key)
+        id = self._opened_by(key)
         if id is None:
             raise _unauthorised()
         session = self.find(id)
         session.used_s = time.monotonic()
         return session
 
-    def _owner(self, key: str | None) -> str | None:
+    def _opened_by(self, key: str | None) -> str | None:
         """The id of the session that a key opens. What it is looked up by tells nobody anything about another key."""
         if key is None or not key.startswith(KEY_PREFIX):
             return None
@@ -306,5 +315,6 @@ def _stopping() -> RequestError:
 
 
 def _unauthorised() -> RequestError:
-    told = "missing or unknown key; send the session's api_key as `Authorization: Bearer` or `x-api-key`"
+    told = "missing or unknown key; send the session's api_key (to /sessions the admin key)"
+    told += " as `Authorization: Bearer` or `x-api-key`"
     return RequestError(told, status=401, code="invalid_api_key", retry=False)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stenograph.errors import TraceError
+from stenograph.errors import PayloadFreed
 from stenograph.interchange.columns import ExpertsRow, Row, TurnRow
 from stenograph.traces.experts import routed_experts
 from stenograph.traces.payloads import Read
@@ -19,11 +19,11 @@ Passes = NDArray[np.integer]  # [passes, layers, experts per token]
 def experts_row(sample: Sample, read: Read) -> ExpertsRow | None:
     """The passes that something in the row was sampled from; that over its last id is none of them.
 
-    None for a dense model, and where they were freed with their session.
+    None for a dense model, and where they were freed with their session. Raises TraceError where they are damaged.
     """
     try:
         routed = routed_experts(sample, read)
-    except TraceError:
+    except PayloadFreed:
         return None
     if routed is None:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 
 import msgspec
 import numpy as np
@@ -173,12 +174,28 @@ def _commits(found: _Found) -> Iterator[tuple[str | None, Turn]]:
     for name in (*found.sampled, *found.told):
         befores = [_parent(found, name), found.sampled[name].before if name in found.sampled else None]
         needed[name] = [before for before in befores if before is not None]
+    for name in _in_order(found, needed):
+        yield _parent(found, name), _turn(found, name)
+
+
+def _in_order(found: _Found, needed: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Each after those that it needs, and of what is free the one that was asked for first."""
+    sorter = TopologicalSorter(needed)
     try:
-        order = list(TopologicalSorter(needed).static_order())
+        sorter.prepare()
     except CycleError as e:
         raise ValueError(f"turns go on from one another: {', '.join(e.args[1])}") from None
-    for name in order:
-        yield _parent(found, name), _turn(found, name)
+    free: list[tuple[float, str]] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heappush(free, (_started_s(found, name), name))
+        _, name = heappop(free)
+        yield name
+        sorter.done(name)
+
+
+def _started_s(found: _Found, name: str) -> float:
+    return found.sampled[name].span["started_s"] if name in found.sampled else 0.0
 
 
 def _parent(found: _Found, name: str) -> str | None:

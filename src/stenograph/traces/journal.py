@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 from numpy.typing import NDArray
 
-from stenograph.errors import ConfigError, OwnedElsewhere, TraceError, UnknownSession, boundary
+from stenograph.errors import ConfigError, TraceError, UnknownSession, boundary
 from stenograph.traces import schema
 from stenograph.traces.leases import Leases
-from stenograph.traces.owners import clear, is_at_work
+from stenograph.traces.owners import Owners
 from stenograph.traces.payloads import Holder
 from stenograph.traces.recovery import SetAside, event_checksum, restore
 from stenograph.traces.rows import Rows
@@ -44,6 +44,7 @@ class Journal:
         self.path = path
         self._connection = connection
         self._leases = Leases(connection)
+        self._owners = Owners(connection, path)
 
     @classmethod
     def writing(cls, path: Path) -> Journal:
@@ -140,7 +141,7 @@ class Journal:
             for turn, one in zip(turns, shared, strict=True)
         ]
         with self._transaction():
-            session = self._owned(record.id, owner)
+            session = self._owners.number(record.id, owner)
             for row in rows:
                 beside = (row.shared.turn, row.shared.num_tokens) if row.shared else (None, None)
                 arrays = (row.context_ids, row.output_ids, row.rollout_logprobs)
@@ -153,7 +154,7 @@ class Journal:
         """Write down what became of a session."""
         written = _dumps(record)
         with self._transaction():
-            number = self._owned(session, owner)
+            number = self._owners.number(session, owner)
             values = (number, kind, written, event_checksum(kind, written))
             self._run("INSERT INTO events (session, kind, record, checksum) VALUES (?, ?, ?, ?)", *values)
 
@@ -225,17 +226,15 @@ class Journal:
     def enrol(self, owner: str, address: str) -> None:
         """Say that `owner` is at work and where it is reached; forget those that are not any more."""
         with self._transaction():
-            for other, left in self._run("SELECT id, address FROM owners").fetchall():
-                if not is_at_work(self.path, other):
-                    clear(left)
-                    self._run("DELETE FROM owners WHERE id = ?", other)
-                    self._leases.end_with(other)
-            self._run("INSERT INTO owners VALUES (?, ?)", owner, address)
+            for other in self._owners.gone():
+                self._owners.retire(other)
+                self._leases.end_with(other)
+            self._owners.enrol(owner, address)
 
     def retire(self, owner: str) -> None:
         """`owner` is gone, and what it had is anyone's."""
         with self._transaction():
-            self._run("DELETE FROM owners WHERE id = ?", owner)
+            self._owners.retire(owner)
             self._leases.end_with(owner)
 
     def take(self, session: str, owner: str) -> None:
@@ -244,33 +243,19 @@ class Journal:
         Raises UnknownSession where it is not there or was released, OwnedElsewhere where one that is at work has it.
         """
         with _refused(self.path):
-            if self._is_anyones(session, owner):
+            if self._owners.is_free(session, owner):
                 with self._transaction():
-                    if self._is_anyones(session, owner):
-                        self._run("UPDATE sessions SET owner = ? WHERE id = ?", owner, session)
+                    if self._owners.is_free(session, owner):
+                        self._owners.give(session, owner)
 
-    def _is_anyones(self, session: str, owner: str) -> bool:
-        """Whether nobody has a session, `owner` included. Raises as `take` does."""
-        _, holder, address = self._held(session)
-        if holder == owner:
-            return False
-        if address is not None and is_at_work(self.path, holder):
-            raise OwnedElsewhere(session, holder, address)
-        return True
-
-    def _owned(self, session: str, owner: str | None) -> int:
-        """The number of a session. Raises as `take` does."""
-        number, holder, address = self._held(session)
-        if holder != owner:
-            raise OwnedElsewhere(session, holder, address or "")
-        return number
-
-    def _held(self, session: str) -> tuple[int, Any, str | None]:
-        """The number of a session, its owner, and the address of that one where it is at work."""
-        found = self._one(_OWNER, session)
-        if found is None or found[0] is not None:
-            raise UnknownSession(session)
-        return found[1:]
+    def left(self) -> dict[str, float]:
+        """Sessions that are not sealed and that nobody at work has, with their time to live in seconds."""
+        left = {}
+        with _refused(self.path):
+            for session in self._owners.left():
+                with suppress(TraceError):  # it cannot be read
+                    left[session] = self._opening(session)[0].ttl_s
+        return left
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -354,8 +339,6 @@ class Journal:
 _INSERT_TURN = """INSERT INTO turns (
     session, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
 ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-_OWNER = """SELECT released_s, number, owner, address
-FROM sessions LEFT JOIN owners ON owners.id = sessions.owner WHERE sessions.id = ?"""
 
 
 def _num_wal_bytes(path: Path) -> int:

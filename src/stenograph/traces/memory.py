@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from stenograph.config import SelectConfig
 from stenograph.errors import TraceError, UnknownSession
@@ -38,6 +38,9 @@ class MemoryTraceStore:
     def find(self, key_digest: bytes) -> str | None:
         with self._lock:
             return self._by_key.get(key_digest)
+
+    def left(self) -> Mapping[str, float]:
+        return {}
 
     def get(self, session: str) -> SessionInfo:
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from numpy.typing import NDArray
 
-from stenograph.errors import TraceError
+from stenograph.errors import PayloadFreed
 from stenograph.types import Payload
 
 
@@ -123,7 +123,7 @@ def leased(payloads: Payloads, taken: Sequence[Payload], holder: Holder) -> Iter
         payloads.release([committing])
 
 
-def freed(payload: Payload) -> TraceError:
+def freed(payload: Payload) -> PayloadFreed:
     """What is told of a payload that is not there any more."""
     told = f"payload {payload.id} ({payload.dtype}, shape {list(payload.shape)}) was freed with its last lease"
-    return TraceError(f"{told}; lease it before its session is released, as samples(session, select, holder) does")
+    return PayloadFreed(f"{told}; lease it before its session is released, as samples(session, select, holder) does")

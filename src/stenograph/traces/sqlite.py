@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,6 +201,10 @@ class SqliteTraceStore:
     def find(self, key_digest: bytes) -> str | None:
         with self._lock:
             return self._journal.find(key_digest)
+
+    def left(self) -> Mapping[str, float]:
+        with self._lock:
+            return self._journal.left()
 
     def get(self, session: str) -> SessionInfo:
         with self._lock:

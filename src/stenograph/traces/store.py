@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from stenograph.config import SelectConfig
@@ -27,6 +27,10 @@ class TraceStore(Protocol):
 
     def find(self, key_digest: bytes) -> str | None:
         """The session that the key with this digest opens."""
+        ...
+
+    def left(self) -> Mapping[str, float]:
+        """Sessions that are open and that no process at work has, with their time to live in seconds."""
         ...
 
     def get(self, session: str) -> SessionInfo: ...

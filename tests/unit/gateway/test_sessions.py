@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from stenograph.errors import RequestError
+from stenograph.errors import RequestError, TraceError
 from stenograph.gateway.sessions import KEY_PREFIX, Session, Sessions
 from stenograph.traces.memory import MemoryTraceStore
+from stenograph.traces.sqlite import SqliteTraceStore
 from support.listening import new_call
 
 
@@ -90,3 +93,41 @@ async def test_what_ends_with_its_session_may_not_be_tried_again() -> None:
     await held.close(session)
     assert isinstance(call.error, RequestError)
     assert (call.error.status, call.error.retry) == (409, False)
+
+
+async def test_a_session_of_a_process_that_is_gone_expires_too(tmp_path: Path) -> None:
+    for ttl_s in (0.01, 60.0):
+        with closing(SqliteTraceStore(tmp_path / "traces.db")) as store:
+            held = Sessions(store, admin_key="admin", require_keys=True, ttl_s=60)
+            session = held.open(traced=True, ttl_s=ttl_s, metadata={})
+            await held.aclose()
+        with closing(SqliteTraceStore(tmp_path / "traces.db")) as store:
+            held = Sessions(store, admin_key="admin", require_keys=True, ttl_s=60)
+            await asyncio.sleep(0.02)
+            await held.expire(0)
+            info = store.get(session.id)
+            assert (info.state, info.status) == (("sealed", "expired") if ttl_s < 1 else ("open", None))
+            store.release([session.id])
+
+
+class Full(MemoryTraceStore):
+    """Has no room for the first seal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = 0
+
+    def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
+        if not self.refused:
+            self.refused += 1
+            raise TraceError("the disk is full")
+        super().seal(session, reward, status)
+
+
+async def test_an_expiry_that_could_not_be_written_is_tried_again() -> None:
+    held = Sessions(Full(), admin_key="admin", require_keys=True, ttl_s=60)
+    session = held.open(traced=True, ttl_s=0.001, metadata={})
+    await asyncio.sleep(0.01)
+    for state in ("open", "sealed"):
+        await held.expire(0)
+        assert held.store.get(session.id).state == session.state == state
