@@ -28,12 +28,25 @@ def load_config(file: Path | None = None, overrides: list[str] | None = None) ->
             raise ConfigError(f"{file} is not TOML: {e}") from e
         _refuse_secrets(values, str(file))
         values = _anchor_paths(values, file.resolve().parent)
+    return _loaded(values, file, overrides or [])
+
+
+def recorded_config(text: str, where: Path) -> Config:
+    """A config that was recorded as TOML at `where`; the environment comes first here too. Raises as `load_config`."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"the config in {where} is not TOML: {e}") from e
+    return _loaded(values, where, [])
+
+
+def _loaded(values: dict[str, Any], file: Path | None, overrides: list[str]) -> Config:
     environment = EnvSettingsSource(Config, env_prefix="STENO_", env_nested_delimiter="__", env_ignore_empty=True)
     try:
         _merge(values, environment())
     except ValueError as e:
         raise ConfigError(f"environment: {e}") from e
-    for override in overrides or []:
+    for override in overrides:
         given = _parse_override(override)
         _refuse_secrets(given, "--set")
         _merge(values, given)

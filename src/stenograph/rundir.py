@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import orjson
 import tomli_w
 
 from stenograph.config import Config, SelectConfig
-from stenograph.config_loading import load_config
+from stenograph.config_loading import load_config, recorded_config
 from stenograph.errors import ConfigError, StenographError, boundary
 from stenograph.traces.journal import Journal
 from stenograph.traces.session import SessionRecord
@@ -100,8 +99,7 @@ def read_config(run: Path) -> Config:
         config = journal.config()
     if config is None:
         raise ConfigError(f"{run} does not say what it was recorded under; put a config.toml with its [model] there")
-    with boundary(ConfigError, f"read the configuration in {run}"):
-        return Config.model_validate(tomllib.loads(config))
+    return recorded_config(config, run)
 
 
 def read_select(run: Path) -> SelectConfig:

@@ -176,6 +176,15 @@ def test_without_an_agent_it_serves_until_it_is_told_to_end(run: Run, name: sign
         assert process.returncode == 1
 
 
+def test_the_limit_of_the_engine_may_be_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STENO_ENGINE__CONTEXT_LENGTH", "5")
+    with replaying(run) as (_, ready):
+        session = ready["session"]
+        with openai.OpenAI(base_url=session["base_url"] + "/v1", api_key=session["api_key"], max_retries=0) as client:
+            with pytest.raises(openai.BadRequestError, match="maximum context length is 5 tokens"):
+                client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}])
+
+
 def test_an_agent_that_hangs_ends_with_the_replay(run: Run) -> None:
     hangs = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     with replaying(run, "--", sys.executable, "-c", hangs) as (process, _):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from stenograph.errors import ConfigError, TraceError, UnknownSession, boundary
 from stenograph.traces import schema
+from stenograph.traces.connections import connect, num_wal_bytes, opening, refused, write_ahead
 from stenograph.traces.leases import Leases
 from stenograph.traces.owners import Owners
 from stenograph.traces.payloads import Holder
@@ -28,9 +29,6 @@ from stenograph.traces.written import Shared, write
 from stenograph.types import Payload, Turn
 
 log = logging.getLogger(__name__)
-
-
-_BUSY_S = 10.0  # how long another process may write meanwhile
 
 
 class Journal:
@@ -49,13 +47,13 @@ class Journal:
     @classmethod
     def writing(cls, path: Path) -> Journal:
         """Open or create the database at `path`. Raises ConfigError where that cannot be."""
-        with _opening(path):
+        with opening(path):
             path = path.resolve()  # whatever links lead there: what stands beside it says who is at work on it
             path.parent.mkdir(parents=True, exist_ok=True)
-            connection = _connect(f"{path.as_uri()}?mode=rwc")
+            connection = connect(f"{path.as_uri()}?mode=rwc")
             try:
                 schema.is_current(connection, path)  # before anything is changed of what may be another's
-                _write_ahead(connection)
+                write_ahead(connection)
                 connection.execute("PRAGMA synchronous = NORMAL")
                 connection.execute("PRAGMA wal_autocheckpoint = 0")  # a thread of the store's does it
                 schema.prepare(connection, path)
@@ -70,12 +68,12 @@ class Journal:
         if not path.is_file():
             told = f"{path.parent} holds no {path.name}" if path.parent.is_dir() else f"{path.parent} is not a folder"
             raise ConfigError(f'{told}; give the folder of a run that was recorded (store.kind = "sqlite")')
-        with _opening(path):
+        with opening(path):
             path = path.resolve()
             address = f"{path.as_uri()}?mode=ro"
-            if not os.access(path.parent, os.W_OK) and not _num_wal_bytes(path):
+            if not os.access(path.parent, os.W_OK) and not num_wal_bytes(path):
                 address += "&immutable=1"  # SQLite cannot make the files that it wants beside it, and needs none
-            connection = _connect(address)
+            connection = connect(address)
             try:
                 is_current = schema.is_current(connection, path)
             except BaseException:
@@ -113,7 +111,7 @@ class Journal:
 
     def config(self) -> str | None:
         """The last configuration that was at work here, as TOML."""
-        with _refused(self.path):
+        with refused(self.path):
             found = self._one("SELECT config FROM starts ORDER BY rowid DESC LIMIT 1")
             return None if found is None else found[0]
 
@@ -167,8 +165,9 @@ class Journal:
         with self._transaction():
             for session in sessions:
                 self._run("UPDATE sessions SET released_s = ?, owner = NULL WHERE id = ?", now, session)
-                if not self._is_traced(session):  # there is nothing to keep of it
-                    self._delete("SELECT number FROM sessions WHERE id = ?", session)
+                with suppress(TraceError):  # of one whose opening is damaged turns may be left
+                    if not self._opening(session)[0].traced:
+                        self._delete("SELECT number FROM sessions WHERE id = ?", session)
             self._leases.end([Holder("session", session) for session in sessions], "")
             if keep != "all":
                 num_kept = int(keep.removeprefix("last:")) if keep != "none" else 0
@@ -184,13 +183,6 @@ class Journal:
                 self._run(f"DELETE FROM {place} WHERE session = ?", number)
             self._run("DELETE FROM sessions WHERE number = ?", number)
 
-    def _is_traced(self, session: str) -> bool:
-        """Also where that cannot be read: its turns may be, then."""
-        try:
-            return self._opening(session)[0].traced
-        except TraceError:
-            return True
-
     # --- payloads ----------------------------------------------------------------------------------------------------
 
     def put(self, payload: Payload, value: NDArray[Any], holder: Holder, owner: str) -> None:
@@ -199,7 +191,7 @@ class Journal:
 
     def value(self, payload: Payload) -> NDArray[Any]:
         """Raises TraceError where it was freed."""
-        with _refused(self.path):
+        with refused(self.path):
             return self._leases.get(payload)
 
     def lease(self, payloads: Iterable[Payload], holder: Holder, owner: str) -> None:
@@ -215,11 +207,11 @@ class Journal:
 
     def checkpoint(self) -> None:
         """Write the log back into the database, as far as nobody reads it."""
-        with _refused(self.path):
+        with refused(self.path):
             self._run("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def num_wal_bytes(self) -> int:
-        return _num_wal_bytes(self.path)
+        return num_wal_bytes(self.path)
 
     # --- owners ------------------------------------------------------------------------------------------------------
 
@@ -242,7 +234,7 @@ class Journal:
 
         Raises UnknownSession where it is not there or was released, OwnedElsewhere where one that is at work has it.
         """
-        with _refused(self.path):
+        with refused(self.path):
             if self._owners.is_free(session, owner):
                 with self._transaction():
                     if self._owners.is_free(session, owner):
@@ -251,7 +243,7 @@ class Journal:
     def left(self) -> dict[str, float]:
         """Sessions that are not sealed and that nobody at work has, with their time to live in seconds."""
         left = {}
-        with _refused(self.path):
+        with refused(self.path):
             for session in self._owners.left():
                 with suppress(TraceError):  # it cannot be read
                     left[session] = self._opening(session)[0].ttl_s
@@ -261,12 +253,16 @@ class Journal:
 
     def sessions(self) -> list[str]:
         """All of them, oldest first, released ones too."""
-        with _refused(self.path):
-            return [id for (id,) in self._run("SELECT id FROM sessions ORDER BY number")]
+        with refused(self.path):
+            try:
+                return [id for (id,) in self._run("SELECT id FROM sessions ORDER BY number")]
+            except sqlite3.DatabaseError:  # the index has the ids too, of those whose place is damaged as well
+                index = "sqlite_autoindex_sessions_1"
+                return [id for (id,) in self._run(f"SELECT id FROM sessions INDEXED BY {index} ORDER BY number")]
 
     def find(self, key_digest: bytes) -> str | None:
         """The session that is not released and whose key has this digest."""
-        with _refused(self.path):
+        with refused(self.path):
             found = self._one("SELECT id FROM sessions WHERE key_digest = ? AND released_s IS NULL", key_digest)
             return None if found is None else found[0]
 
@@ -283,7 +279,7 @@ class Journal:
 
     def _quarantine(self, session: str, aside: Sequence[SetAside]) -> None:
         """Say what was set aside, once: here and in the database."""
-        with _refused(self.path):
+        with refused(self.path):
             known = set(self._run("SELECT place, number FROM quarantined"))
         new = [one for one in aside if (one.place, one.number) not in known]
         for one in new:
@@ -309,7 +305,7 @@ class Journal:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _refused(self.path):
+        with refused(self.path):
             self._run("BEGIN IMMEDIATE")
             try:
                 yield
@@ -322,7 +318,7 @@ class Journal:
     @contextmanager
     def _snapshot(self) -> Iterator[None]:
         """Whatever others write meanwhile, what is read is of one moment."""
-        with _refused(self.path):
+        with refused(self.path):
             self._run("BEGIN")
             try:
                 yield
@@ -339,48 +335,6 @@ class Journal:
 _INSERT_TURN = """INSERT INTO turns (
     session, id, parent, call, shared_turn, shared_tokens, context_ids, output_ids, rollout_logprobs, record, checksum
 ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-
-
-def _num_wal_bytes(path: Path) -> int:
-    try:
-        return path.with_name(path.name + "-wal").stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _connect(address: str) -> sqlite3.Connection:
-    """Transactions are ours to begin and end; the store's lock keeps threads apart."""
-    return sqlite3.connect(address, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-
-
-def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Switch to a write-ahead log, for which SQLite itself does not wait while another process is at it."""
-    end_s = time.monotonic() + _BUSY_S
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as e:
-            if e.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end_s:
-                raise
-        time.sleep(0.01)
-
-
-@contextmanager
-def _opening(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (sqlite3.Error, OSError) as e:
-        told = "restore it from a copy, or choose another file (--store sqlite:PATH)"
-        raise ConfigError(f"{path} cannot be opened as a journal: {e}; {told}") from e
-
-
-@contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as e:
-        raise TraceError(f"{path}: {e}; is the disk full or the file damaged?") from e
 
 
 def _dumps(value: object) -> str:
