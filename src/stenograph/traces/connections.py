@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stenograph.errors import ConfigError, TraceError
 
-_BUSY_S = 10.0  # how long another process may write meanwhile
+BUSY_S = 10.0  # how long another process may write meanwhile
 
 
 def num_wal_bytes(path: Path) -> int:
@@ -22,12 +22,12 @@ def num_wal_bytes(path: Path) -> int:
 
 def connect(address: str) -> sqlite3.Connection:
     """Transactions are ours to begin and end; the store's lock keeps threads apart."""
-    return sqlite3.connect(address, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    return sqlite3.connect(address, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
 
 
 def write_ahead(connection: sqlite3.Connection) -> None:
     """Switch to a write-ahead log, for which SQLite itself does not wait while another process is at it."""
-    end_s = time.monotonic() + _BUSY_S
+    end_s = time.monotonic() + BUSY_S
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stenograph.errors import ConfigError, TraceError, UnknownSession, boundary
 from stenograph.traces import schema
-from stenograph.traces.connections import connect, num_wal_bytes, opening, refused, write_ahead
+from stenograph.traces.connections import BUSY_S, connect, num_wal_bytes, opening, refused, write_ahead
 from stenograph.traces.leases import Leases
 from stenograph.traces.owners import Owners
 from stenograph.traces.payloads import Holder
@@ -29,6 +29,9 @@ from stenograph.traces.written import Shared, write
 from stenograph.types import Payload, Turn
 
 log = logging.getLogger(__name__)
+
+_LONG_LOG = 2048  # pages
+_REST_MS = 50  # for readers of what is to be written back
 
 
 class Journal:
@@ -206,9 +209,17 @@ class Journal:
     # --- the log -----------------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> None:
-        """Write the log back into the database, as far as nobody reads it."""
+        """Write the log back into the database, as far as nobody reads it.
+
+        The log begins anew only where all of it is written back, and who writes all the while would never let that be:
+        of a long one, writers wait for the rest.
+        """
         with refused(self.path):
-            self._run("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            _, num_pages, _ = self._one("PRAGMA wal_checkpoint(PASSIVE)")
+            if num_pages > _LONG_LOG:
+                self._run(f"PRAGMA busy_timeout = {_REST_MS}")  # readers may be long at it; then it is for next time
+                self._run("PRAGMA wal_checkpoint(FULL)").fetchall()
+                self._run(f"PRAGMA busy_timeout = {BUSY_S * 1000:.0f}")
 
     def num_wal_bytes(self) -> int:
         return num_wal_bytes(self.path)

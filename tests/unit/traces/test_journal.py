@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +221,28 @@ def test_a_file_that_keeps_nothing_does_not_grow(path: Path) -> None:
                 journal.checkpoint()
             sizes.append(path.stat().st_size)
     assert max(sizes[5:]) <= sizes[5] + 2 * 4096
+
+
+def test_the_log_begins_anew_though_it_is_written_all_the_while(path: Path) -> None:
+    ended = threading.Event()
+
+    def write() -> None:
+        with Journal.writing(path) as journal:
+            for n in itertools.count():
+                if ended.wait(0.001):
+                    return
+                journal.open(Opening(f"s{n}", {"text": "x" * 20_000}), (), None)
+
+    with Journal.writing(path) as journal, ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        try:
+            for _ in range(40):
+                time.sleep(0.1)
+                journal.checkpoint()
+        finally:
+            ended.set()
+        writing.result()
+        assert journal.num_wal_bytes() < path.stat().st_size / 2
 
 
 # --- in memory -----------------------------------------------------------------------------------------------------
