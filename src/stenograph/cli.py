@@ -109,12 +109,12 @@ def inspect(
         raise ConfigError("--turn needs --session")
     if turn is not None and session is not None:
         data, shown = inspecting.turn(run, session, turn, _decoder(run))
+    elif drift:
+        data, shown = inspecting.drift(run, session or "")
+    elif ledger:
+        data, shown = inspecting.ledger(run, session or "")
     elif session is not None:
         data, shown = inspecting.session(run, session)
-    elif drift:
-        data, shown = inspecting.drift(run)
-    elif ledger:
-        data, shown = inspecting.ledger(run)
     else:
         data, shown = inspecting.overview(run)
     if as_json:

@@ -99,9 +99,12 @@ def turn(run: Path, name: str, number: int, decode: Decode) -> tuple[dict[str, A
     return {"turn": span, "tokens": tokens}, table
 
 
-def drift(run: Path) -> tuple[dict[str, Any], RenderableType]:
-    """Forks per cause, with what was rendered again for them and the first of each; differences that were accepted."""
-    rows = _rollouts(run)
+def drift(run: Path, session: str = "") -> tuple[dict[str, Any], RenderableType]:
+    """Forks per cause, with what was rendered again for them and the first of each; differences that were accepted.
+
+    Of sessions whose ids begin with `session`.
+    """
+    rows = _rollouts(run, session)
     records = [{"session": row["session"], **record} for row in rows for record in row["drift"]]
     accepted = Counter[str]()
     for row in rows:
@@ -112,7 +115,8 @@ def drift(run: Path) -> tuple[dict[str, Any], RenderableType]:
         of_cause = [record for record in records if record["cause"] == cause]
         first, rerendered = of_cause[0], sum(record["rerendered"] for record in of_cause)
         causes[cause] = {"forks": count, "rerendered": rerendered, "first": first}
-        shown.append(Text(f"{cause}: {count} forks, {rerendered} tokens rendered again", style="bold"))
+        told = f"{cause}: {count} {'fork' if count == 1 else 'forks'}, {rerendered} tokens rendered again"
+        shown.append(Text(told, style="bold"))
         shown += map(Text, _first(first))
     shown += [] if shown else [Text("no forks")]
     shown += [Text(f"accepted on {count} turns: {name}") for name, count in accepted.most_common()]
@@ -137,10 +141,10 @@ def _around(record: dict[str, Any]) -> list[str]:
     return [repr(text[start : start + 50]) for text in (before, after)]
 
 
-def ledger(run: Path) -> tuple[dict[str, Any], RenderableType]:
-    """Where every sampled token of the run ended."""
+def ledger(run: Path, session: str = "") -> tuple[dict[str, Any], RenderableType]:
+    """Where every sampled token of the run ended, or of those of its sessions whose ids begin with `session`."""
     total: dict[str, Any] = {"sampled": 0, "trained": 0, "masked": Counter(), "dropped": Counter(), "in_flight": 0}
-    for row in _rollouts(run):
+    for row in _rollouts(run, session):
         for name, value in row["ledger"].items():
             if isinstance(value, dict):
                 total[name].update(value)
@@ -179,16 +183,23 @@ def _session_rows(run: Path, name: str) -> list[dict[str, Any]]:
 _EVERY = SelectConfig(tokens="every_branch", roles=get_args(BranchRole), unadopted="keep")
 
 
-def _rollouts(run: Path) -> list[dict[str, Any]]:
-    """A row a session: of a training run as the rollouts were written down, else as the journal has them."""
+def _rollouts(run: Path, begin: str = "") -> list[dict[str, Any]]:
+    """A row a session: of a training run as the rollouts were written down, else as the journal has them.
+
+    `begin` is how their ids do. Raises ConfigError where none does.
+    """
     if (run / "rollouts.jsonl").exists():
-        return read_rows(run, "rollouts.jsonl")
-    with open_journal(run) as journal:
-        rows = []
-        for session in journal.sessions():
-            with suppress(UnknownSession):  # it was pruned meanwhile
-                rows.append(_rollout(journal, session))
-        return rows
+        rows = [row for row in read_rows(run, "rollouts.jsonl") if row["session"].startswith(begin)]
+    else:
+        with open_journal(run) as journal:
+            rows = []
+            for session in journal.sessions():
+                if session.startswith(begin):
+                    with suppress(UnknownSession):  # it was pruned meanwhile
+                        rows.append(_rollout(journal, session))
+    if begin and not rows:
+        raise ConfigError(f"--session {begin}: no such session in {run}; `steno inspect {run}` lists some")
+    return rows
 
 
 def _rollout(journal: Journal, session: str) -> dict[str, Any]:
@@ -203,13 +214,17 @@ def _rollout(journal: Journal, session: str) -> dict[str, Any]:
         "session": record.id,
         "task_id": record.opening.metadata.get("task_id"),
         "reward": record.reward,
-        "status": record.status or (record.state if error is None else "damaged"),
+        "status": record.status or _state(record, error),
         "num_turns": len(record.tree.turns),
         "error": error,
         "ledger": asdict(record.ledger()),
         "drift": [asdict(drift) for drift in record.drift],
         "accepted": dict(accepted),
     }
+
+
+def _state(record: SessionRecord, error: str | None) -> str:
+    return "damaged" if error is not None else "released" if record.released else record.state
 
 
 def _turn_line(row: dict[str, Any], span: dict[str, Any], number: int) -> Text:

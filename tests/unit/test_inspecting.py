@@ -171,6 +171,24 @@ def test_a_session_that_cannot_be_read_hides_no_other(run: Path, capsys: pytest.
     }
 
 
+def test_the_ledger_and_the_forks_of_one_session_are_its_own(run: Path) -> None:
+    (run / "rollouts.jsonl").unlink()
+    record(run, "other")
+    assert inspecting.ledger(run)[0]["sampled"] == 8
+    assert inspecting.ledger(run, "ot")[0]["sampled"] == 4
+    assert inspecting.drift(run, "ot")[0]["records"] == []
+    with pytest.raises(ConfigError, match="no such session"):
+        inspecting.ledger(run, "another")
+
+
+def test_a_session_that_was_released_unsealed_says_so(run: Path) -> None:
+    (run / "rollouts.jsonl").unlink()
+    with closing(SqliteTraceStore(run / "traces.db")) as store:
+        store.open(Opening("left"))
+        store.release(["left"])
+    assert inspecting.overview(run)[0]["last_rollouts"][-1]["status"] == "released"
+
+
 def test_a_folder_without_a_journal_is_told_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no traces\.db"):
         inspecting.session(tmp_path, "s")

@@ -1,4 +1,4 @@
-"""The record in a journal, and in memory what is at work: a change is written first, then made."""
+"""The record in a journal, and in memory what is at work: a turn is written first, then made."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ class SqliteTraceStore:
         self._journal.enrol(self._owner.id, address)
         self.payloads: Payloads = _Payloads(self._journal, self._lock, self._owner.id)
         self._closing = threading.Event()
-        self._housekeeping = threading.Thread(target=self._keep_house, name="stenograph-journal", daemon=True)
+        house = Journal.writing(path)  # a connection of its own, so that nobody waits while it writes the log back
+        self._housekeeping = threading.Thread(
+            target=self._keep_house, args=(house,), name="stenograph-journal", daemon=True
+        )
         self._housekeeping.start()
 
     def begin(self, config: str, tokenizer: str) -> None:
@@ -278,23 +281,28 @@ class SqliteTraceStore:
 
     # --- housekeeping ------------------------------------------------------------------------------------------------
 
-    def _keep_house(self) -> None:
+    def _keep_house(self, journal: Journal) -> None:
         """Let go of what is idle, and write the log back, so that no commit has to wait for it."""
-        with Journal.writing(self.path) as journal:
+        with journal:
             while not self._closing.wait(_PERIOD_S):
                 try:
                     if journal.num_wal_bytes() > _MOST_WAL_BYTES:
                         journal.checkpoint()
+                    self._tidy()
                 except TraceError as e:
                     log.warning("%s", e)
-                with self._lock:
-                    with suppress(TraceError):  # it was said
-                        self._catch_up()
-                        self.payloads.release(())
-                    oldest_s = time.monotonic() - self._idle_s
-                    for session in self._evictable():
-                        if self._sessions[session].used_s < oldest_s:
-                            self._let_go(session)
+                except Exception:
+                    log.exception("bug while keeping %s in order; it goes on", self.path)
+
+    def _tidy(self) -> None:
+        with self._lock:
+            with suppress(TraceError):  # it was said
+                self._catch_up()
+                self.payloads.release(())
+            oldest_s = time.monotonic() - self._idle_s
+            for session in self._evictable():
+                if self._sessions[session].used_s < oldest_s:
+                    self._let_go(session)
 
 
 class _Payloads:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from stenograph.config import SelectConfig
 from stenograph.errors import ConfigError, StenographError
 from stenograph.interchange import files
 from stenograph.interchange.columns import Row
+from stenograph.interchange.exporting import export_run
+from stenograph.traces.journal import Journal
+from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Opening, SessionRecord
+from stenograph.traces.sqlite import SqliteTraceStore
 from support.records import rows_of
 from support.turns import make_turn, user
 
@@ -118,3 +126,22 @@ def test_memory_holds_a_batch_and_not_the_file(format: str, tmp_path: Path) -> N
     finally:
         tracemalloc.stop()
     assert peak < num_rows * num_tokens * 13 / 2  # bytes of all arrays
+
+
+def test_a_session_whose_experts_are_damaged_is_left_out_and_one_whose_experts_were_freed_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(SqliteTraceStore(tmp_path / "traces.db")) as store:
+        for session in ("damaged", "freed"):
+            store.open(Opening(session))
+            payload = store.payloads.put(np.zeros((2, 1, 1), np.uint8), Holder("session", session))
+            store.commit(session, None, replace(make_turn([1, 2], [3, 4], asked=[user("hi")]), experts=payload))
+        store.release(["freed"])
+    with closing(sqlite3.connect(tmp_path / "traces.db")) as database, database:
+        database.execute("UPDATE payloads SET data = x'0101'")
+    with Journal.reading(tmp_path / "traces.db") as journal:
+        counts = export_run(journal, tmp_path / "out.jsonl", "jsonl", SelectConfig())
+    assert counts == {"sessions": 1, "rows": 1, "left_out": 1}
+    assert "its checksum differs" in caplog.text
+    (row,) = files.read(tmp_path / "out.jsonl")
+    assert (row["session"], row["experts"]) == ("freed", None)
