@@ -61,10 +61,10 @@ class Fields:
             raise invalid(self.path + name, f"must be between {low:g} and {high:g}, got {value}")
         return None if value is None else float(value)
 
-    def integer(self, name: str, low: int) -> int | None:
+    def integer(self, name: str, low: int, high: int = _MAX_INTEGER) -> int | None:
         value = self.get(name, int, "an integer")
-        if value is not None and not low <= value <= _MAX_INTEGER:
-            raise invalid(self.path + name, f"must be between {low} and {_MAX_INTEGER}, got {value}")
+        if value is not None and not low <= value <= high:
+            raise invalid(self.path + name, f"must be between {low} and {high}, got {value}")
         return value
 
     def object(self, name: str, expected: str = "an object") -> Fields:

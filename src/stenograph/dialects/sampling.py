@@ -8,6 +8,7 @@ from stenograph.dialects.fields import Fields, invalid
 
 _CONSTRAINTS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 _IGNORED = ("logit_bias", "chat_template_kwargs", "min_tokens", "stop_token_ids", "bad_words", "ignore_eos")
+_MAX_SEED = 2**63 - 128  # 64 bits hold it, and those of all choices that a request may have, which follow it
 
 
 def read_sampling(fields: Fields, *, stop: str, max_tokens: tuple[str, ...]) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def read_sampling(fields: Fields, *, stop: str, max_tokens: tuple[str, ...]) -> 
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "repetition_penalty": fields.number("repetition_penalty", 1e-9, 100),
         "max_tokens": next((limit for name in max_tokens if (limit := fields.integer(name, 1))), None),
-        "seed": fields.get("seed", int, "an integer"),
+        "seed": fields.integer("seed", -(2**63), _MAX_SEED),
         "stop": fields.texts(stop) or None,
     }
     return {name: value for name, value in asked.items() if value is not None}

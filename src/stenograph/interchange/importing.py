@@ -25,7 +25,7 @@ def import_run(path: Path, database: Path) -> dict[str, int]:
 
     Raises ConfigError naming the file's row and what is wrong with it.
     """
-    draft = database.with_name(database.name + ".part")
+    draft, is_new = database.with_name(database.name + ".part"), not database.parent.exists()
     counts = {"sessions": 0, "rows": 0}
     try:
         with Journal.writing(draft) as journal:
@@ -37,6 +37,8 @@ def import_run(path: Path, database: Path) -> dict[str, int]:
     except BaseException:
         for left in database.parent.glob(f"{draft.name}*"):  # SQLite's own files beside it too
             left.unlink()
+        if is_new and database.parent.exists():
+            database.parent.rmdir()
         raise
     return counts
 
@@ -67,7 +69,7 @@ def _proven(path: Path, rows: Sequence[Numbered]) -> Session:
         record = session.record()
         again = list(session_rows(record, session.read))
         record.tree.release()
-    except (msgspec.ValidationError, TraceError, ValueError) as e:  # of JSON too
+    except (msgspec.ValidationError, TraceError, ValueError, TypeError) as e:  # of JSON too, TypeError where it is deep
         told = f"{path}, row {rows[0][0]}: its session cannot be put together: {e}"
         raise ConfigError(f"{told}; export the run again, or leave the session out") from None
     for (number, row), made in zip(rows, again, strict=True):

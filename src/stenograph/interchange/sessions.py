@@ -71,6 +71,8 @@ def session_of(rows: Sequence[Row]) -> Session:
     if not all(row["turns"] for row in rows):
         raise ValueError("a row has no turns")
     branches = [_branch(row) for row in rows]
+    if any(not 0 <= branch.number < 2**31 for branch in branches):
+        raise ValueError("a branch has no number from 0 to 2**31 - 1")
     if len({branch.number for branch in branches}) < len(branches):
         raise ValueError("a branch is there twice")
     found = _Found()

@@ -60,6 +60,7 @@ REFUSED = {
     "top_p": '"top_p": NaN',
     "top_k": '"top_k": 18446744073709551615',
     "seed": '"seed": ' + "9" * 400,
+    "seed of an export": '"seed": 9223372036854775808',
     "surrogate": '"model": "\\ud800"',
     "depth": f'"metadata": {"[" * 5000}{"]" * 5000}',
 }

@@ -78,6 +78,14 @@ CHANGES: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     ),
     "metadata": (lambda rows: rows[2].update(metadata="[]"), "row 3: .* its metadata is no JSON object"),
     "no JSON": (lambda rows: rows[2].update(metadata="{"), "row 3: its session cannot be put together: unexpected end"),
+    "deep metadata": (
+        lambda rows: rows[2].update(metadata='{"a":' * 300 + "1" + "}" * 300),
+        "row 3: its session cannot be put together: Recursion limit reached",
+    ),
+    "a branch of no number": (
+        lambda rows: rows[2].update(branch=2**31),
+        "row 3: its session cannot be put together: a branch has no number",
+    ),
     "twice": (lambda rows: rows.insert(1, dict(rows[0])), "row 1: .* a branch is there twice"),
     "apart": (
         lambda rows: rows.append(rows.pop(0)),
@@ -124,4 +132,4 @@ def test_a_refused_import_leaves_no_journal(rows: list[dict[str, Any]], tmp_path
     rows[2]["ids"].pop()
     with pytest.raises(ConfigError, match=re.escape("row 3: loss_mask has 2 entries for 1 ids")):
         import_run(write(tmp_path / "file", rows), tmp_path / "run" / "traces.db")
-    assert list((tmp_path / "run").iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "file"}
