@@ -37,9 +37,9 @@ ADMIN_KEY_REMEDY = "the admin key: STENO_ADMIN_KEY, or the one that steno serve 
 class Session:
     """An address that an agent may call. `tasks` are the generations in flight, awaited by seal and close.
 
-    `api_key` is empty where an earlier process opened it: the record has a digest of it alone. `calls` are those that a
-    repeat may still be given: in flight, or committed and never delivered. `recorded` are the turns of such calls that
-    an earlier process had, a tuple a call.
+    `api_key` is empty where an earlier process opened it, until it is used: the record has a digest of it alone.
+    `calls` are those that a repeat may still be given: in flight, or committed and never delivered. `recorded` are the
+    turns of such calls that an earlier process had, a tuple a call.
     """
 
     id: str
@@ -126,7 +126,9 @@ class Sessions:
         self._require_keys = require_keys
         self._ttl_s = ttl_s
         self._sessions: dict[str, Session] = {}
+        self._by_key: dict[str, str] = {}  # ids of those that are here, so that the record need not be asked
         self._closing: set[str] = set()  # ids
+        self._unsealed: set[str] = set()  # ids of those that expired, and whose record could not be told
         # Those of processes that are gone expire too: when, by their ids, until somebody asks for them.
         self._left = {id: time.monotonic() + ttl_s for id, ttl_s in store.left().items()}
         self._open = True
@@ -139,6 +141,7 @@ class Sessions:
         session = Session(id, KEY_PREFIX + secrets.token_hex(16), traced, ttl_s or self._ttl_s, metadata)
         self.store.open(Opening(session.id, metadata, traced, key_digest(session.api_key), session.ttl_s))
         self._sessions[session.id] = session
+        self._by_key[session.api_key] = session.id
         return session
 
     def find(self, id: str) -> Session:
@@ -208,14 +211,14 @@ class Sessions:
             await session.drain(0)
             await session.heard_out()
             released = self.store.release([session.id])
-            self._sessions.pop(session.id, None)
+            self._forget(session.id)
             return released
         finally:
             self._closing.discard(session.id)
 
     async def lose(self, id: str) -> None:
         """Know no more of a session that another process has; what is in flight here could not be recorded."""
-        if (session := self._sessions.pop(id, None)) is not None:
+        if (session := self._forget(id)) is not None:
             session.state, session.stopped = "sealed", True
             await session.drain(0)
 
@@ -228,11 +231,13 @@ class Sessions:
                 with suppress(StenographError):  # it was deleted, or another process has it
                     self.find(id).used_s = -math.inf
         for session in list(self._sessions.values()):
-            if session.state == "open" and not session.tasks and now - session.used_s > session.ttl_s:
+            is_over = session.state == "open" and not session.tasks and now - session.used_s > session.ttl_s
+            if is_over or session.id in self._unsealed:
+                self._unsealed.discard(session.id)
                 try:
                     await self.seal(session, timeout_s, None, "expired")
                 except Exception:
-                    session.state = "open"  # for the next time
+                    self._unsealed.add(session.id)  # for the next time
                     log.exception("session %s expired, and its record is not sealed", session.id)
             if not session.tasks and now - session.used_s > self._idle_s:
                 session.seen = Seen()  # what it will repeat is read again
@@ -250,13 +255,22 @@ class Sessions:
             raise _unauthorised()
         session = self.find(id)
         session.used_s = time.monotonic()
+        if key is not None and not session.api_key:
+            session.api_key = key
+            self._by_key[key] = id
+        return session
+
+    def _forget(self, id: str) -> Session | None:
+        session = self._sessions.pop(id, None)
+        if session is not None:
+            self._by_key.pop(session.api_key, None)
         return session
 
     def _opened_by(self, key: str | None) -> str | None:
         """The id of the session that a key opens. What it is looked up by tells nobody anything about another key."""
         if key is None or not key.startswith(KEY_PREFIX):
             return None
-        id = self.store.find(key_digest(key))
+        id = self._by_key.get(key) or self.store.find(key_digest(key))
         return id if id not in self._closing else None
 
     def _recorded(self, id: str) -> Session | None:

@@ -31,7 +31,7 @@ from stenograph.types import Conversation, Payload, Sample, Turn
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0  # of the housekeeping
-_MOST_WAL_BYTES = 4 * 2**20  # before it is written back
+_MOST_WAL_BYTES = 16 * 2**20  # before it is written back: most pages are written again and again
 
 
 @dataclass(frozen=True, slots=True)
