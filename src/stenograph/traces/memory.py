@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterable, Mapping
 
 from stenograph.config import SelectConfig
 from stenograph.errors import TraceError, UnknownSession
-from stenograph.traces.drift import Drift
 from stenograph.traces.equivalences import NAMES
-from stenograph.traces.matching import Match
 from stenograph.traces.payloads import Holder, MemoryPayloads, Payloads, leased
+from stenograph.traces.reading import Reading
 from stenograph.traces.selection import DEFAULT
-from stenograph.traces.session import Disposition, Ledger, Opening, SessionInfo, SessionRecord
-from stenograph.traces.trace import TraceTree, TurnState
-from stenograph.types import Conversation, Sample, Turn
+from stenograph.traces.session import Disposition, Opening, SessionRecord
+from stenograph.traces.trace import TurnState
+from stenograph.types import Turn
 
 
-class MemoryTraceStore:
+class MemoryTraceStore(Reading):
     """A TraceStore that lives and dies with its process. `allowed` names the differences that matching accepts."""
 
     def __init__(self, allowed: Collection[str] = NAMES) -> None:
+        super().__init__()
         self.payloads: Payloads = MemoryPayloads()
         self._allowed = allowed
-        self._lock = threading.RLock()
         self._sessions: dict[str, SessionRecord] = {}
         self._by_key: dict[bytes, str] = {}
 
@@ -41,18 +39,6 @@ class MemoryTraceStore:
 
     def left(self) -> Mapping[str, float]:
         return {}
-
-    def get(self, session: str) -> SessionInfo:
-        with self._lock:
-            return self._held(session).info()
-
-    def tree(self, session: str) -> TraceTree:
-        with self._lock:
-            return self._held(session).tree
-
-    def match(self, session: str, conversation: Conversation) -> Match | None:
-        with self._lock:
-            return self._held(session).match(conversation)
 
     def commit(self, session: str, parent: str | None, *turns: Turn) -> None:
         experts = [turn.experts for turn in turns if turn.experts is not None]
@@ -72,21 +58,6 @@ class MemoryTraceStore:
     def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
         with self._lock:
             self._held(session).seal(reward, status)
-
-    def samples(self, session: str, select: SelectConfig = DEFAULT, holder: Holder | None = None) -> list[Sample]:
-        with self._lock:
-            samples = self._held(session).samples(select)
-            if holder is not None:
-                self.payloads.lease([routing.payload for sample in samples for routing in sample.experts], holder)
-            return samples
-
-    def ledger(self, session: str) -> Ledger:
-        with self._lock:
-            return self._held(session).ledger()
-
-    def drift(self, session: str) -> list[Drift]:
-        with self._lock:
-            return list(self._held(session).drift)
 
     def settle(self, session: str, disposition: Disposition, select: SelectConfig = DEFAULT) -> None:
         with self._lock:

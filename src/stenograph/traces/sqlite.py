@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 
 from stenograph.config import SelectConfig
 from stenograph.errors import OwnedElsewhere, TraceError, UnknownSession
-from stenograph.traces.drift import Drift
 from stenograph.traces.equivalences import NAMES
 from stenograph.traces.journal import Journal
-from stenograph.traces.matching import Match
 from stenograph.traces.owners import Owner
 from stenograph.traces.payloads import Holder, Payloads, new_payload
+from stenograph.traces.reading import Reading
 from stenograph.traces.recovery import settled
 from stenograph.traces.selection import DEFAULT
-from stenograph.traces.session import Disposition, Ledger, Opening, SessionInfo, SessionRecord
-from stenograph.traces.trace import TraceTree, TurnState
-from stenograph.types import Conversation, Payload, Sample, Turn
+from stenograph.traces.session import Disposition, Opening, SessionRecord
+from stenograph.traces.trace import TurnState
+from stenograph.types import Payload, Turn
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class _Held:
     used_s: float = field(default_factory=time.monotonic)
 
 
-class SqliteTraceStore:
+class SqliteTraceStore(Reading):
     """A TraceStore whose turns survive its process.
 
     Sessions that nobody asked for in `idle_s`, and the longest unused ones where all take more than `memory_bytes`, are
@@ -68,12 +67,12 @@ class SqliteTraceStore:
         memory_bytes: float = float("inf"),
         address: str = "",
     ) -> None:
+        super().__init__()
         self.address = address
         self._allowed = allowed
         self._keep = keep
         self._idle_s = idle_s
         self._memory_bytes = memory_bytes
-        self._lock = threading.RLock()
         self._sessions: dict[str, _Held] = {}  # the longest unused first
         self._num_bytes = 0
         self._unwritten: deque[_Note] = deque()  # their sessions stay in memory
@@ -208,33 +207,6 @@ class SqliteTraceStore:
     def left(self) -> Mapping[str, float]:
         with self._lock:
             return self._journal.left()
-
-    def get(self, session: str) -> SessionInfo:
-        with self._lock:
-            return self._held(session).info()
-
-    def tree(self, session: str) -> TraceTree:
-        with self._lock:
-            return self._held(session).tree
-
-    def match(self, session: str, conversation: Conversation) -> Match | None:
-        with self._lock:
-            return self._held(session).match(conversation)
-
-    def samples(self, session: str, select: SelectConfig = DEFAULT, holder: Holder | None = None) -> list[Sample]:
-        with self._lock:
-            samples = self._held(session).samples(select)
-            if holder is not None:
-                self.payloads.lease([routing.payload for sample in samples for routing in sample.experts], holder)
-            return samples
-
-    def ledger(self, session: str) -> Ledger:
-        with self._lock:
-            return self._held(session).ledger()
-
-    def drift(self, session: str) -> list[Drift]:
-        with self._lock:
-            return list(self._held(session).drift)
 
     # --- in memory ---------------------------------------------------------------------------------------------------
 
