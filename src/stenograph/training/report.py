@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from stenograph.algorithms.losses import merge_sums
+from stenograph.algorithms.statistics import merge_sums
 from stenograph.training.batch import TokenArrays
 
 

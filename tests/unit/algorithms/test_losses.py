@@ -9,9 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stenograph.algorithms.losses import kl, merge_sums, policy_loss
+from stenograph.algorithms.losses import policy_loss, value_loss
+from stenograph.algorithms.statistics import merge_sums
 
 CLIP: dict[str, Any] = {"kind": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3}
+GSPO: dict[str, Any] = CLIP | {"kind": "gspo"}
+CISPO: dict[str, Any] = CLIP | {"kind": "cispo"}
 
 
 def bounds(n: int) -> Tensor:
@@ -72,39 +75,156 @@ def test_unknown_kinds_are_refused() -> None:
     x = torch.zeros(1)
     with pytest.raises(ValueError, match="known: ppo_clip"):
         policy_loss(x, x, x, x.bool(), bounds(1), kind="no", clip_low=0.2, clip_high=0.2, denominator=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="known: k1"):
-        kl(x, x, kind="k4")  # pyright: ignore[reportArgumentType]
 
 
-def reference(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, denominator: float) -> float:
+def test_a_token_of_weight_0_is_outside_the_mask() -> None:
+    logprobs = torch.tensor([0.0, math.inf], requires_grad=True)
+    loss, sums = policy_loss(
+        logprobs,
+        torch.zeros(2),
+        torch.tensor([1.0, math.nan]),
+        torch.ones(2, dtype=torch.bool),
+        bounds(2),
+        weights=torch.tensor([1.0, 0.0]),
+        denominator=2,
+        **CLIP,
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    assert (loss.item(), logprobs.grad.tolist(), sums["num_tokens"]) == (-0.5, [-0.5, 0.0], 1)
+
+
+def test_gspo_by_hand() -> None:
+    # two sequences with a gap in the first; their ratios are sqrt(2 * 0.5) = 1 and sqrt(4 * 1) = 2
+    logprobs = torch.tensor([2.0, math.nan, 0.5, 4.0, 1.0], dtype=torch.float64).log().requires_grad_()
+    mask = torch.tensor([True, False, True, True, True])
+    cu_seqlens = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    advantages = torch.tensor([1.0, math.nan, 1.0, -1.0, 1.0])
+    loss, sums = policy_loss(logprobs, torch.zeros(5), advantages, mask, cu_seqlens, denominator=1, **GSPO)
+    loss.backward()
+    assert loss.item() == pytest.approx(-1 - 1 + 2 - 1.3)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1, 0, -1, 2, 0])
+    assert sums["clip_high"] == 1
+    assert sums["ratio"].item() == pytest.approx(6)
+
+
+def test_cispo_by_hand() -> None:
+    old = torch.tensor([math.log(0.5), math.log(0.5), math.log(0.5)])
+    logprobs = torch.tensor([math.log(0.5), math.log(0.9), math.log(0.1)], requires_grad=True)
+    advantages = torch.tensor([2.0, 1.0, -1.0])
+    mask = torch.ones(3, dtype=torch.bool)
+    loss, sums = policy_loss(logprobs, old, advantages, mask, bounds(3), denominator=1, **CISPO)
+    loss.backward()
+    # ratios 1, 1.8 -> 1.3, 0.2 -> 0.8; every token keeps a gradient
+    assert loss.item() == pytest.approx(-2 * math.log(0.5) - 1.3 * math.log(0.9) + 0.8 * math.log(0.1))
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-2.0, -1.3, 0.8])
+    assert (sums["clip_high"], sums["clip_low"]) == (1, 1)
+
+
+def test_dual_clip_is_refused_where_nothing_reads_it() -> None:
+    x = torch.zeros(1)
+    with pytest.raises(ValueError, match="clip_dual"):
+        policy_loss(x, x, x, x.bool(), bounds(1), clip_dual=3.0, denominator=1, **CISPO)
+
+
+def test_one_denominator_makes_a_mean_over_all_tokens_of_a_batch() -> None:
+    # micro-batches of 3 and 7 tokens: means of 0.6 and 0.2, whose mean is 0.4
+    parts = [torch.tensor([-0.6] * 3), torch.tensor([-0.2] * 7)]
+    losses = []
+    for advantages in parts:
+        zeros = torch.zeros_like(advantages)
+        mask = torch.ones_like(advantages, dtype=torch.bool)
+        losses.append(policy_loss(zeros, zeros, advantages, mask, bounds(len(mask)), denominator=10, **CLIP)[0].item())
+    assert sum(losses) == pytest.approx(0.32)
+
+
+def test_weights_make_a_mean_over_sequences() -> None:
+    advantages = torch.tensor([-0.6, -0.2, -0.2, -0.2, -0.2])
+    mask = torch.ones(5, dtype=torch.bool)
+    weights = torch.tensor([1.0, 0.25, 0.25, 0.25, 0.25])
+    zeros = torch.zeros(5)
+    loss, _ = policy_loss(zeros, zeros, advantages, mask, bounds(5), weights=weights, denominator=2, **CLIP)
+    assert loss.item() == pytest.approx(0.4)
+
+
+def test_value_loss_by_hand() -> None:
+    values = torch.tensor([1.0, 3.0, math.nan], requires_grad=True)
+    mask = torch.tensor([True, True, False])
+    loss, sums = value_loss(values, torch.tensor([0.0, 1.0, math.inf]), mask, denominator=4)
+    loss.backward()
+    assert loss.item() == 0.5 * (1 + 4) / 4
+    assert values.grad is not None
+    assert values.grad.tolist() == [0.25, 0.5, 0.0]
+    assert (sums["num_tokens"], sums["value_clip"]) == (2, 0)
+
+
+def test_the_clipped_value_loss_is_the_larger_of_both_errors() -> None:
+    # moved past the clip towards the return (cut), away from it (not cut: the larger error is its own), and not past it
+    values = torch.tensor([1.0, 1.0, 0.1], requires_grad=True)
+    returns = torch.tensor([2.0, -1.0, 5.0])
+    mask = torch.ones(3, dtype=torch.bool)
+    loss, sums = value_loss(values, returns, mask, old_values=torch.zeros(3), clip=0.2, denominator=1)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * (1.8**2 + 2**2 + 4.9**2))
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0.0, 2.0, -4.9])
+    assert sums["value_clip"] == 1
+
+
+def test_half_a_value_clip_is_refused() -> None:
+    x = torch.zeros(1)
+    with pytest.raises(ValueError, match="give both"):
+        value_loss(x, x, x.bool(), clip=0.2, denominator=1)
+    with pytest.raises(ValueError, match="give both"):
+        value_loss(x, x, x.bool(), old_values=x, denominator=1)
+
+
+Row = tuple[float, float, float, bool]  # logprob, old logprob, advantage, in the mask
+
+
+def reference(kind: str, sequences: list[list[Row]], denominator: float) -> float:
     total = 0.0
-    for new, before, advantage, valid in zip(
-        logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), strict=True
-    ):
-        if valid:
-            ratio = math.exp(new - before)
-            total -= min(ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage)
+    for rows in sequences:
+        valid = [row for row in rows if row[3]]
+        mean = sum(new - old for new, old, _, _ in valid) / max(1, len(valid))
+        for new, old, advantage, _ in valid:
+            ratio = math.exp(mean if kind == "gspo" else new - old)
+            clipped = min(max(ratio, 0.8), 1.3)
+            if kind == "cispo":
+                total -= clipped * advantage * new
+            else:
+                total -= min(ratio * advantage, clipped * advantage)
     return total / denominator
 
 
-tokens = st.lists(
-    st.tuples(st.floats(-5, 0), st.floats(-5, 0), st.floats(-3, 3), st.booleans()), min_size=1, max_size=20
-)
+rows = st.tuples(st.floats(-5, 0), st.floats(-5, 0), st.floats(-3, 3), st.booleans())
+sequences = st.lists(st.lists(rows, max_size=8), min_size=1, max_size=5)
+poisons = st.sampled_from([math.nan, math.inf, -math.inf])
 
 
-@given(tokens, st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 20))
-@settings(max_examples=80, deadline=None)
+def packed(drawn: list[list[Row]]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The three float columns [tokens], the mask and the bounds."""
+    flat = [row for one in drawn for row in one]
+    columns = [torch.tensor([row[n] for row in flat], dtype=torch.float64) for n in range(3)]
+    cu_seqlens = torch.tensor([0, *(len(one) for one in drawn)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return columns, torch.tensor([row[3] for row in flat], dtype=torch.bool), cu_seqlens
+
+
+@pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo"])
+@given(sequences, poisons, st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
 def test_masked_positions_change_nothing_and_splits_add_up(
-    rows: list[tuple[float, float, float, bool]], poison: float, split: int
+    kind: str, drawn: list[list[Row]], poison: float, split: int
 ) -> None:
-    columns = torch.tensor([r[:3] for r in rows], dtype=torch.float64).T
-    mask = torch.tensor([r[3] for r in rows])
-    clean = [c.clone() for c in columns]
-    dirty = [torch.where(mask, c, poison) for c in columns]
+    arguments: dict[str, Any] = CLIP | {"kind": kind}
+    clean, mask, cu_seqlens = packed(drawn)
+    dirty = [torch.where(mask, c, poison) for c in clean]
     results = []
     for logprobs, old, advantages in (clean, dirty):
-        logprobs = logprobs.requires_grad_()
-        loss, sums = policy_loss(logprobs, old, advantages, mask, bounds(len(rows)), denominator=7, **CLIP)
+        logprobs = logprobs.clone().requires_grad_()
+        loss, sums = policy_loss(logprobs, old, advantages, mask, cu_seqlens, denominator=7, **arguments)
         loss.backward()
         assert logprobs.grad is not None
         assert (logprobs.grad[~mask] == 0).all()
@@ -112,29 +232,38 @@ def test_masked_positions_change_nothing_and_splits_add_up(
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
     assert results[0][2] == results[1][2]
-    assert results[0][0] == pytest.approx(reference(clean[0].detach(), clean[1], clean[2], mask, 7), abs=1e-9)
+    assert results[0][0] == pytest.approx(reference(kind, drawn, 7), abs=1e-9)
 
     parts = []
-    for piece in (slice(0, split), slice(split, None)):
-        logprobs, old, advantages = (c.detach()[piece] for c in clean)
-        parts.append(policy_loss(logprobs, old, advantages, mask[piece], bounds(len(old)), denominator=7, **CLIP))
+    for piece in (drawn[:split], drawn[split:]):
+        (logprobs, old, advantages), mask, cu_seqlens = packed(piece)
+        parts.append(policy_loss(logprobs, old, advantages, mask, cu_seqlens, denominator=7, **arguments))
     assert sum(loss.item() for loss, _ in parts) == pytest.approx(results[0][0], abs=1e-9)
     for name, value in merge_sums(parts[0][1], parts[1][1]).items():
         assert value.item() == pytest.approx(results[0][2][name].item(), abs=1e-9), name
 
 
-def test_kl_by_hand() -> None:
-    logprobs, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
-    assert kl(logprobs, ref, kind="k1").tolist() == [0.5, -1.0]
-    assert kl(logprobs, ref, kind="k2").tolist() == [0.125, 0.5]
-    assert kl(logprobs, ref, kind="k3").tolist() == pytest.approx([math.exp(-0.5) - 0.5, math.e - 2])
-    assert kl(logprobs, ref, kind="abs").tolist() == [0.5, 1.0]
-    assert kl(logprobs, logprobs, kind="k3").tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_kl_estimates_are_unbiased(kind: Any) -> None:
-    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
-    exact = (p * (p / q).log()).sum()
-    assert (p * kl(p.log(), q.log(), kind=kind)).sum().item() == pytest.approx(exact.item(), abs=1e-12)
+@given(sequences, poisons, st.sampled_from([None, 0.2, 1.0]), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_value_loss_against_a_reference(drawn: list[list[Row]], poison: float, clip: float | None, split: int) -> None:
+    expected = 0.0
+    for value, before, target, valid in (row for one in drawn for row in one):
+        near = min(max(value, before - (clip or 0)), before + (clip or 0)) if clip else value
+        expected += 0.5 * max((value - target) ** 2, (near - target) ** 2) / 7 if valid else 0.0
+    results = []
+    for piece in (drawn, drawn[:split], drawn[split:]):
+        columns, mask, _ = packed(piece)
+        values, before, returns = (torch.where(mask, c, poison) for c in columns)
+        old_values = before if clip else None
+        values.requires_grad_()
+        loss, sums = value_loss(values, returns, mask, old_values=old_values, clip=clip, denominator=7)
+        loss.backward()
+        assert values.grad is not None
+        assert values.grad.isfinite().all()
+        assert (values.grad[~mask] == 0).all()
+        results.append((loss.item(), sums))
+    (whole, sums), (a, sums_a), (b, sums_b) = results
+    assert whole == pytest.approx(expected, abs=1e-9)
+    assert a + b == pytest.approx(expected, abs=1e-9)
+    for name, value in merge_sums(sums_a, sums_b).items():
+        assert value.item() == pytest.approx(sums[name].item(), abs=1e-9), name
