@@ -57,7 +57,7 @@ def test_pass_at_k_by_hand() -> None:
 
 
 def test_pass_at_k_is_0_where_every_set_of_k_has_the_same_best() -> None:
-    assert advantages([1, 1, 1, 0], "pass_at_k", k=2) == [0.0] * 4
+    assert advantages([0.1] * 5 + [0], "pass_at_k", k=2) == [0.0] * 6
     assert advantages([1, 0, 0], "pass_at_k", k=3) == [0.0] * 3
     assert advantages([1, 0], "pass_at_k", k=3) == [0.0] * 2
 

@@ -234,10 +234,13 @@ def test_masked_positions_change_nothing_and_splits_add_up(
     assert results[0][2] == results[1][2]
     assert results[0][0] == pytest.approx(reference(kind, drawn, 7), abs=1e-9)
 
-    parts = []
+    parts, gradients = [], []
     for piece in (drawn[:split], drawn[split:]):
         (logprobs, old, advantages), mask, cu_seqlens = packed(piece)
+        logprobs.requires_grad_()
         parts.append(policy_loss(logprobs, old, advantages, mask, cu_seqlens, denominator=7, **arguments))
+        gradients.append(torch.autograd.grad(parts[-1][0], logprobs)[0])
+    torch.testing.assert_close(torch.cat(gradients), results[0][1])
     assert sum(loss.item() for loss, _ in parts) == pytest.approx(results[0][0], abs=1e-9)
     for name, value in merge_sums(parts[0][1], parts[1][1]).items():
         assert value.item() == pytest.approx(results[0][2][name].item(), abs=1e-9), name
