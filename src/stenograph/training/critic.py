@@ -72,15 +72,12 @@ class ValueModel(PreTrainedModel):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        rows: Tensor | None = None,
     ) -> ValueOutput:
-        """The value of every token, or of those at the indices `rows`; masks and positions are the backbone's."""
+        """The value of the state after each token; the arguments are the backbone's."""
         output = self.backbone(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         )
         hidden = output.last_hidden_state
-        if rows is not None:
-            hidden = hidden.index_select(1, rows)
         # A return needs more digits than bfloat16 has.
         with torch.autocast(hidden.device.type, enabled=False):
             values = nn.functional.linear(hidden.float(), self.value_head.weight.float())[..., 0]
@@ -140,13 +137,9 @@ def as_value_config(config: PreTrainedConfig) -> PreTrainedConfig:
 @functools.cache
 def value_class(actor_class: type[PreTrainedModel]) -> type[ValueModel]:
     """The class of critics for actors of `actor_class`."""
-    members = {
-        # transformers looks up by name and module how stored keys become those of a class.
-        "__module__": actor_class.__module__,
-        "__qualname__": actor_class.__qualname__,
-        "_keep_in_fp32_modules_strict": {*(actor_class._keep_in_fp32_modules_strict or ()), "value_head"},
-    }
-    return type(actor_class.__name__, (ValueModel, actor_class), members)
+    # By these names transformers finds how the keys of checkpoints become a class's own.
+    names = {"__module__": actor_class.__module__, "__qualname__": actor_class.__qualname__}
+    return type(actor_class.__name__, (ValueModel, actor_class), names)
 
 
 def critic_from_actor(actor: PreTrainedModel, *, seed: int, dtype: torch.dtype | None = None) -> ValueModel:
