@@ -1,4 +1,4 @@
-"""Log-probabilities of a pack's targets: equal to those of its sequences computed one by one."""
+"""What models say of a pack's targets: equal to what they say of its sequences, one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stenograph.errors import ConfigError
+from stenograph.training.critic import ValueModel
 from stenograph.training.packing import Pack
+
+_ENTROPY_ROWS = 512  # bounds the second copy of the logits
 
 
 def check_packable(model: PreTrainedModel) -> None:
@@ -25,29 +28,59 @@ def check_packable(model: PreTrainedModel) -> None:
 
 
 def target_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
-    """The log-probability of each target under `model`: [targets] float32, in nats, after temperature.
+    """The log-probability of each target under `model`: [targets] float32, in nats, after temperature."""
+    return _chosen(_row_logits(model, pack), pack)
 
-    Only rows that predict a target go through the language-model head, and no row goes twice.
+
+def target_logprobs_and_entropy(model: PreTrainedModel, pack: Pack) -> tuple[Tensor, Tensor]:
+    """`target_logprobs`, and the entropy of the distribution that each target was drawn from, after temperature.
+
+    Both are [targets] float32, in nats; the entropy is exact, over the whole vocabulary, and has no gradient.
     """
+    logits = _row_logits(model, pack)
+    with torch.no_grad():
+        parts = [torch.special.entr(part.softmax(-1)).sum(-1) for part in logits.split(_ENTROPY_ROWS)]
+        entropy = torch.cat(parts).index_select(0, torch.from_numpy(pack.row_of_target).to(logits.device))
+    return _chosen(logits, pack), entropy
+
+
+def target_values(critic: ValueModel, pack: Pack) -> tuple[Tensor, Tensor | None]:
+    """The value of the state in which each target was chosen: [targets] float32, whatever the temperature.
+
+    And the weighted balancing loss of the critic's experts, over all the pack's tokens; see `ValueOutput`.
+    """
+    with _sdpa(critic):
+        output = critic(**_inputs(pack, critic.device))
+    token = torch.from_numpy(pack.rows[pack.row_of_target]).to(critic.device)
+    return output.values[0].index_select(0, token), output.balancing_loss
+
+
+def _row_logits(model: PreTrainedModel, pack: Pack) -> Tensor:
+    """[rows, vocab] float32, after temperature. Only rows go through the language-model head, and no row goes twice."""
     device = model.device
-    rows = torch.from_numpy(pack.rows).to(device)
     with _sdpa(model):
-        output = model(
-            input_ids=torch.from_numpy(pack.ids).to(device)[None],
-            position_ids=torch.from_numpy(pack.positions).to(device)[None],
-            attention_mask=_attention_mask(torch.from_numpy(pack.ends).to(device)),
-            logits_to_keep=rows,
-            use_cache=False,
-        )
-    logits = output.logits[0].float()  # [rows, vocab]
+        output = model(**_inputs(pack, device), logits_to_keep=torch.from_numpy(pack.rows).to(device), use_cache=False)
+    logits = output.logits[0].float()
     if (pack.row_temperature != 1).any():
         logits = logits / torch.from_numpy(pack.row_temperature).to(device)[:, None]
+    return logits
 
+
+def _chosen(logits: Tensor, pack: Pack) -> Tensor:
     # index_select's gradient adds up in a fixed order; that of indexing does not, where an index is repeated.
-    row = torch.from_numpy(pack.row_of_target).to(device)
-    target = torch.from_numpy(pack.signals["ids"]).to(device).long()
+    row = torch.from_numpy(pack.row_of_target).to(logits.device)
+    target = torch.from_numpy(pack.signals["ids"]).to(logits.device).long()
     chosen = logits.reshape(-1).index_select(0, row * logits.shape[1] + target)
     return chosen - logits.logsumexp(dim=-1).index_select(0, row)
+
+
+def _inputs(pack: Pack, device: torch.device) -> dict[str, Tensor]:
+    """What a model is given: the pack as a batch of one."""
+    return {
+        "input_ids": torch.from_numpy(pack.ids).to(device)[None],
+        "position_ids": torch.from_numpy(pack.positions).to(device)[None],
+        "attention_mask": _attention_mask(torch.from_numpy(pack.ends).to(device)),
+    }
 
 
 def _attention_mask(ends: Tensor) -> Tensor:
