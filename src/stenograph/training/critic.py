@@ -175,16 +175,14 @@ def load_critic(
     actor's own head is not read. Raises CheckpointError for a checkpoint that cannot be read, and where anything else
     is missing, unexpected or of another shape; ConfigError for a model that has no backbone of its own.
     """
+    actor = _skeleton(source, revision, trust_remote_code)
+    is_critic = getattr(actor.config, "value_head", False)
+    if not is_critic and seed is None:
+        raise CheckpointError(
+            f"{source} is not a critic: its config.json does not say value_head = true; "
+            "give a critic's checkpoint, or a seed to draw the head of a new one from"
+        )
     with boundary(CheckpointError, f"load a critic from {source}"):
-        stored = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-        is_critic = getattr(stored, "value_head", False)
-        if not is_critic and seed is None:
-            raise CheckpointError(
-                f"{source} is not a critic: its config.json does not say value_head = true; "
-                "give a critic's checkpoint, or a seed to draw the head of a new one from"
-            )
-        with torch.device("meta"):
-            actor = _auto_class(stored).from_config(stored, trust_remote_code=trust_remote_code)
         with _quiet():
             loaded = value_class(type(actor)).from_pretrained(
                 source,
@@ -201,12 +199,26 @@ def load_critic(
     _refuse(source, "has no place in the critic for", _unexpected(info["unexpected_keys"], actor, critic, is_critic))
     _refuse(source, "has another shape of", {name for name, *_ in info["mismatched_keys"]})
 
-    for parameter in critic.parameters():  # views of the file, whose alignment would show in the last bit of results
-        parameter.data = parameter.data.to(device, copy=True)
-    nn.Module.to(critic, device)
+    # They are views of the file, whose alignment would show in the last bit of what is computed from them.
+    for tensor in chain(critic.parameters(), critic.buffers()):
+        tensor.data = tensor.data.to(device, copy=True)
     if not is_critic:
         critic.draw_head(cast(int, seed))
     return critic
+
+
+def _skeleton(source: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
+    """The actor that the config.json at `source` describes, without memory for its weights."""
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as e:
+        reason = str(e).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{source} is not the checkpoint of a language model ({reason}); "
+            "give the folder of one, or a hub name that can be reached"
+        ) from e
 
 
 def _unexpected(names: set[str], actor: PreTrainedModel, critic: ValueModel, is_critic: bool) -> set[str]:

@@ -217,9 +217,13 @@ def test_without_a_seed_only_a_critic_will_do(folders: dict[str, Path]) -> None:
 def test_what_cannot_be_read_is_a_checkpoint_error(folders: dict[str, Path], tmp_path: Path) -> None:
     weights = folders["critic"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    for folder in (folders["critic"], tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match=f"could not load a critic from {folder}"):
-            load_critic(folder)
+    with pytest.raises(CheckpointError, match=f"could not load a critic from {folders['critic']}"):
+        load_critic(folders["critic"])
+    hf.ViTConfig().save_pretrained(tmp_path / "image")
+    for name in ("absent", "image"):
+        with pytest.raises(CheckpointError, match=f"^{tmp_path / name} is not the checkpoint of a language model") as e:
+            load_critic(tmp_path / name)
+        assert "\n" not in str(e.value)
 
 
 def test_a_model_without_a_backbone_of_its_own_is_refused() -> None:
