@@ -234,10 +234,20 @@ class SelectConfig(Section):
 class AlgorithmConfig(Section):
     """From rewards to a loss."""
 
-    estimator: Literal["grpo", "rloo"] = "grpo"
-    policy_loss: Literal["ppo_clip"] = "ppo_clip"
+    estimator: Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
+    k: PositiveInt | None = None  # pass_at_k: attempts of which the best counts
+    policy_loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"  # gspo: its ratios need clips of some 3e-4
     clip_low: Positive = 0.2
     clip_high: Positive = 0.2
+    clip_dual: Annotated[float, Field(gt=1)] | None = None  # the most that a negative advantage weighs, in ratios
+
+    @model_validator(mode="after")
+    def _complete(self) -> AlgorithmConfig:
+        if (self.estimator == "pass_at_k") != (self.k is not None):
+            raise ValueError('estimator = "pass_at_k" needs `k`, and no other reads it')
+        if self.policy_loss == "cispo" and self.clip_dual is not None:
+            raise ValueError('policy_loss = "cispo" has no use for clip_dual; leave it out')
+        return self
 
 
 class TrainingConfig(Section):
@@ -327,6 +337,11 @@ class Config(BaseSettings):
                 )
             if self.engine.dtype not in (None, self.model.dtype):
                 raise ValueError('engine.dtype differs from model.dtype: set engine.weights = "copy"')
+        if self.algorithm.k is not None and self.algorithm.k > self.rollouts.group_size:
+            raise ValueError(
+                f"algorithm.k = {self.algorithm.k} attempts are more than rollouts.group_size = "
+                f"{self.rollouts.group_size} has; lower it, or make groups larger"
+            )
         if self.evaluation.every and not self.evaluation.tasks.given:
             raise ValueError("evaluation.every needs [evaluation.tasks] with a dataset, path or callable")
         return self

@@ -127,6 +127,10 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, told: str) -> None:
         ({"evaluation": {"every": 2}}, r"evaluation\.every needs \[evaluation\.tasks\]"),
         ({"tasks": {"dataset": "x", "callable": "y:z"}}, "give one of dataset, path, callable"),
         ({"agent": {"command": ["x"], "url": "http://y"}}, "give one of command, callable, url"),
+        ({"algorithm": {"estimator": "pass_at_k"}}, 'estimator = "pass_at_k" needs `k`'),
+        ({"algorithm": {"k": 2}}, 'estimator = "pass_at_k" needs `k`, and no other reads it'),
+        ({"algorithm": {"policy_loss": "cispo", "clip_dual": 3.0}}, "cispo.* has no use for clip_dual"),
+        ({"algorithm": {"estimator": "pass_at_k", "k": 9}}, r"k = 9 attempts are more than rollouts\.group_size = 8"),
         ({"judge": {"kind": "regex"}}, 'kind = "regex" needs `pattern`'),
         ({"judge": {"kind": "callable"}}, 'kind = "callable" needs `callable`'),
         ({"judge": {"kind": "command"}}, 'kind = "command" needs `command`'),
@@ -144,6 +148,7 @@ def test_settings_that_do_not_go_together(sections: dict[str, dict[str, object]]
         ["engine.weights=copy", "rollouts.max_staleness=2", "engine.dtype=bfloat16"],
         ["engine.dtype=float32"],
         ["evaluation.every=2", "evaluation.tasks.dataset=x"],
+        ["algorithm.estimator=pass_at_k", "algorithm.k=8"],
     ],
 )
 def test_settings_that_do(overrides: list[str]) -> None:

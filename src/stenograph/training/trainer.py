@@ -122,7 +122,11 @@ class Trainer:
         if self._training.shuffle_rewards:
             rewards = rewards[torch.from_numpy(rng.permutation(len(rewards)))]
         groups = [rollout.group for rollout in rollouts]
-        advantages = group_advantages(rewards, groups, kind=self._config.algorithm.estimator)
+        algorithm, lengths = self._config.algorithm, None
+        if algorithm.estimator == "opo":  # a rollout without a trainable token weighs next to nothing
+            counts = [num_trainable(sequences[n] for n in rollout.samples) for rollout in rollouts]
+            lengths = torch.tensor(counts).clamp(min=1)
+        advantages = group_advantages(rewards, groups, kind=algorithm.estimator, lengths=lengths, k=algorithm.k)
         for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True):
             for n in rollout.samples:
                 sequences[n]["advantages"][sequences[n]["loss_mask"]] = advantage
@@ -154,6 +158,7 @@ class Trainer:
                 kind=self._config.algorithm.policy_loss,
                 clip_low=self._config.algorithm.clip_low,
                 clip_high=self._config.algorithm.clip_high,
+                clip_dual=self._config.algorithm.clip_dual,
                 denominator=denominator,
             )
             part.backward()

@@ -20,8 +20,14 @@ from support.samples import VOCAB, make_sample, random_groups
 
 
 def trainer(seed: int = 0, *, dtype: torch.dtype = torch.float32, estimator: Any = "grpo", **training: Any) -> Trainer:
+    return training_by(AlgorithmConfig(estimator=estimator), seed, dtype=dtype, **training)
+
+
+def training_by(
+    algorithm: AlgorithmConfig, seed: int = 0, *, dtype: torch.dtype = torch.float32, **training: Any
+) -> Trainer:
     values = {"lr": 1e-3, "device": "cpu", **training}
-    config = Config(training=TrainingConfig(**values), algorithm=AlgorithmConfig(estimator=estimator))
+    config = Config(training=TrainingConfig(**values), algorithm=algorithm)
     return Trainer(tiny_model(seed=seed, dtype=dtype), config)
 
 
@@ -125,18 +131,37 @@ def test_later_passes_move_away_from_the_frozen_policy() -> None:
     assert report.clip_high_fraction > 0
 
 
-def test_a_step_raises_what_was_rewarded() -> None:
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"estimator": kind} for kind in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline")),
+        {"estimator": "pass_at_k", "k": 1},
+        {"policy_loss": "ppo_clip", "clip_dual": 3.0},
+        {"policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+        {"policy_loss": "cispo"},
+    ],
+    ids=str,
+)
+def test_a_step_raises_what_was_rewarded(algorithm: dict[str, Any]) -> None:
     samples = [
         make_sample([("context", [1, 2]), ("output", [n, n + 1])], rollout=f"r{n}", reward=reward)
         for n, reward in ((10, 1.0), (20, 0.0))
     ]
-    t = trainer(estimator="rloo")
+    t = training_by(AlgorithmConfig(**algorithm))
     before = [values.sum() for values in t.old_logprobs(samples)]
     report = t.step(samples)
     after = [values.sum() for values in t.old_logprobs(samples)]
     assert report.applied
     assert after[0] > before[0]
     assert after[1] < before[1]
+
+
+def test_an_optimal_baseline_weighs_rollouts_by_what_they_sampled() -> None:
+    long = make_sample([("context", [1, 2]), ("output", [10, 11, 12])], rollout="long", reward=1.0)
+    short = make_sample([("context", [1, 2]), ("output", [20])], rollout="short", reward=0.0)
+    t = trainer(estimator="opo")
+    t.step([long, short])
+    assert [arrays["advantages"].max() + arrays["advantages"].min() for arrays in t.last_batch] == [0.25, -0.75]
 
 
 def test_a_rollout_counts_once_however_it_branched() -> None:
