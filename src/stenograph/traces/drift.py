@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
-import numpy as np
 import orjson
 
 from stenograph.traces.digests import conversation_labels, message_digests
 from stenograph.traces.equivalences import accept, minted_turns, results_reordered, undo
-from stenograph.traces.trace import Output, ToldNode, TraceTree
+from stenograph.traces.trace import Output, ToldNode, TraceTree, num_equal
 from stenograph.types import Conversation, Ids, Message, Tool, Turn
 
 log = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ def compare(
     """
     new = _Asked(None if parent is None else tree.node(parent), asked.messages, asked.tools, met)
     new = replace(new, messages=asked.messages[new.start :])
-    token = max((_num_shared(tree.path_ids(leaf), ids) for leaf in tree.leaves()), default=0)
+    token = max((num_equal(tree.path_ids(leaf), ids) for leaf in tree.leaves()), default=0)
     labels, at = _labels(tree, new)
     told = tree.told.search(labels, at=at)
     if told.length < len(labels):
@@ -251,12 +250,6 @@ def _labels(tree: TraceTree, new: _Asked) -> tuple[Sequence[bytes], ToldNode]:
     if new.before is not None:
         return message_digests(new.messages), new.before.told
     return conversation_labels(Conversation(new.messages, new.tools)), tree.told.root
-
-
-def _num_shared(recorded: Ids, ids: Ids) -> int:
-    n = min(len(recorded), len(ids))
-    different = np.flatnonzero(recorded[:n] != ids[:n])
-    return int(different[0]) if len(different) else n
 
 
 def _is_same(ours: Message, theirs: Message, allowed: Collection[str]) -> bool:

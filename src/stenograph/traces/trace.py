@@ -292,7 +292,12 @@ def _num_shared(node: Node, ids: Ids) -> int:
     """How many of `ids` a path enters `node` with: an output as a whole, for part of one is nothing that was sent."""
     if not len(node.ids) or node.ids[0] != ids[0]:  # nearly always, and not worth comparing all
         return 0
-    n = min(len(node.ids), len(ids))
-    different = np.flatnonzero(node.ids[:n] != ids[:n])
-    common = int(different[0]) if len(different) else n
+    common = num_equal(node.ids, ids)
     return 0 if isinstance(node, Output) and common < len(node.ids) else common
+
+
+def num_equal(ids: Ids, others: Ids) -> int:
+    """How many of two paths' ids are equal, from their beginning on."""
+    n = min(len(ids), len(others))
+    different = np.flatnonzero(ids[:n] != others[:n])
+    return int(different[0]) if len(different) else n
