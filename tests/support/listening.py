@@ -131,14 +131,8 @@ class Client:
         self, method: str, path: str, body: bytes | None, headers: Sequence[tuple[str, str]]
     ) -> tuple[int, bytes, bool]:
         """Status, what arrived of the body, and whether that is all of it. No header is added, and no key."""
-        arrived = b""
         async with self._http.request(method, self.url + path, data=body, headers=headers) as answer:
-            try:
-                async for piece in answer.content.iter_any():
-                    arrived += piece
-            except aiohttp.ClientPayloadError:
-                return answer.status, arrived, False
-            return answer.status, arrived, True
+            return await arrived(answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +181,14 @@ class Session:
         async with asyncio.timeout(20):
             while [turn["state"] for turn in await self.turns()] != list(states):  # noqa: ASYNC110 (another's state)
                 await asyncio.sleep(0.01)
+
+
+async def arrived(answer: aiohttp.ClientResponse) -> tuple[int, bytes, bool]:
+    """Status, what arrived of the body, and whether that is all of it."""
+    body = b""
+    try:
+        async for piece in answer.content.iter_any():
+            body += piece
+    except aiohttp.ClientPayloadError:
+        return answer.status, body, False
+    return answer.status, body, True

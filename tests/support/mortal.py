@@ -16,6 +16,8 @@ from typing import Any
 
 import aiohttp
 
+from support.listening import arrived
+
 # `steno`, over and over: each a process of its own, whose modules were loaded once for all of them. A write past the
 # limit for files fails, or ends it where it stands, as a kill would at that byte.
 PROGRAM = """
@@ -107,15 +109,9 @@ class MortalGateway:
 
     async def hear(self, path: str, body: bytes, key: str) -> tuple[int, bytes, bool]:
         """Status, what arrived of the body, and whether that is all of it."""
-        arrived = b""
         headers = {"authorization": f"Bearer {key}"}
         async with self._http.post(self._url + path, data=body, headers=headers) as answer:
-            try:
-                async for piece in answer.content.iter_any():
-                    arrived += piece
-            except aiohttp.ClientPayloadError:
-                return answer.status, arrived, False
-            return answer.status, arrived, True
+            return await arrived(answer)
 
     async def get(self, path: str) -> Any:
         async with self._http.get(self._url + path, headers={"authorization": "Bearer admin"}) as answer:
