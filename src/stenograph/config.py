@@ -7,15 +7,21 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from stenograph.config_training import (
+    AlgorithmConfig,
+    CriticConfig,
+    Fraction,
+    Positive,
+    PositiveInt,
+    Section,
+    TrainingConfig,
+)
 from stenograph.types import BranchRole, LogprobsMode
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-PositiveInt = Annotated[int, Field(gt=0)]
-Positive = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Url = Annotated[str, Field(pattern=r"^https?://[^/\s]\S*$"), AfterValidator(lambda url: url.rstrip("/"))]
 
 
@@ -26,10 +32,6 @@ def _sendable(key: SecretStr) -> SecretStr:
 
 
 Secret = Annotated[SecretStr, AfterValidator(_sendable)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelConfig(Section):
@@ -231,44 +233,6 @@ class SelectConfig(Section):
     overlong: Literal["drop", "truncate"] = "drop"  # what becomes of a branch with more
 
 
-class AlgorithmConfig(Section):
-    """From rewards to a loss."""
-
-    estimator: Literal["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
-    k: PositiveInt | None = None  # pass_at_k: attempts of which the best counts
-    policy_loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"  # gspo: its ratios need clips of some 3e-4
-    clip_low: Positive = 0.2
-    clip_high: Positive = 0.2
-    clip_dual: Annotated[float, Field(gt=1)] | None = None  # the most that a negative advantage weighs, in ratios
-
-    @model_validator(mode="after")
-    def _complete(self) -> AlgorithmConfig:
-        if (self.estimator == "pass_at_k") != (self.k is not None):
-            raise ValueError('estimator = "pass_at_k" needs `k`, and no other reads it')
-        if self.policy_loss == "cispo" and self.clip_dual is not None:
-            raise ValueError('policy_loss = "cispo" has no use for clip_dual; leave it out')
-        return self
-
-
-class TrainingConfig(Section):
-    """Optimizer steps."""
-
-    steps: PositiveInt = 100
-    lr: Positive = 1e-5
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    num_epochs: PositiveInt = 1
-    num_minibatches: PositiveInt = 1
-    max_grad_norm: Positive = 1.0
-    num_ranks: Literal[1] = 1
-    pack_max_tokens: PositiveInt = 4096
-    autocast: Literal["bfloat16"] | None = None  # forward and backward; weights and optimizer stay in model.dtype
-    num_threads: PositiveInt | None = None  # torch's; default: its own choice
-    device: str | None = None  # default: cuda where there is one, else cpu
-    seed: int = 0
-    record: Annotated[str, Field(pattern=r"^(all|none|sample:\d+)$")] = "sample:64"  # branches a step, per token
-    shuffle_rewards: bool = False  # the control experiment: rewards permuted over the step's rollouts
-
-
 class EvaluationConfig(Section):
     """Held-out tasks, untraced; needs tasks of its own."""
 
@@ -297,6 +261,7 @@ class Config(BaseSettings):
     rollouts: RolloutsConfig = RolloutsConfig()
     select: SelectConfig = SelectConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
@@ -341,6 +306,16 @@ class Config(BaseSettings):
             raise ValueError(
                 f"algorithm.k = {self.algorithm.k} attempts are more than rollouts.group_size = "
                 f"{self.rollouts.group_size} has; lower it, or make groups larger"
+            )
+        if self.training.offload and self.rollouts.max_staleness > 0:
+            raise ValueError(
+                "training.offload gives the device to one model at a time, and rollouts that run ahead need the engine "
+                "all the time; set rollouts.max_staleness = 0, or training.offload = false"
+            )
+        if not self.algorithm.has_critic and self.critic.changed():
+            raise ValueError(
+                f'[critic] is of algorithm.estimator = "gae", and {self.algorithm.estimator!r} has none; '
+                "set that estimator, or leave [critic] out"
             )
         if self.evaluation.every and not self.evaluation.tasks.given:
             raise ValueError("evaluation.every needs [evaluation.tasks] with a dataset, path or callable")
