@@ -32,10 +32,6 @@ class KLConfig(Section):
     horizon: PositiveInt = 10_000  # rollouts over which beta may change by a fifth
     behaviour: Literal["actor", "engine"] = "actor"  # whose log-probabilities the reward's are; engine: as sampled
 
-    @property
-    def estimate(self) -> Literal["k1", "k2", "k3", "abs"]:
-        return self.kind or ("k2" if self.placement == "loss" else "k1")
-
     @model_validator(mode="after")
     def _learnable(self) -> KLConfig:
         if self.placement == "loss" and self.kind == "k1":

@@ -21,6 +21,7 @@ from stenograph.rundir import RunDir
 from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Disposition, Ledger
 from stenograph.traces.store import TraceStore
+from stenograph.training.batch import SIGNALS
 from stenograph.training.report import StepReport
 from stenograph.training.trainer import Trainer
 from stenograph.types import Rollout, Sample, Task
@@ -166,7 +167,7 @@ class Loop:
         limit = {"all": len(samples), "none": 0}.get(wanted)
         chosen = list(zip(samples, self.trainer.last_batch, strict=True))
         chosen = chosen[: int(wanted.partition(":")[2]) if limit is None else limit]
-        names = ("loss_mask", "old_logprobs", "advantages")
+        names = [name for name, signal in SIGNALS.items() if signal.recorded]
         arrays = {f"{s.session}/{s.branch}/{name}": signals[name] for s, signals in chosen for name in names}
         if arrays:
             self.run.write_arrays(f"tokens/step-{step:06d}.npz", arrays)
@@ -191,7 +192,7 @@ class Loop:
             "step": batch.step + 1,
             "policy_version": self.version,
             "time_s": time.monotonic() - self.started,
-            **asdict(report),
+            **report.row(),
             "num_rollouts": len(batch.rollouts),
             "status": dict(Counter(rollout.status for rollout in batch.rollouts)),
             "num_sampled_tokens": held.sampled,
@@ -223,7 +224,7 @@ class Loop:
     def _check_difference(self, report: StepReport) -> None:
         """Stop where the engine no longer samples from what the trainer trains."""
         for name in ("logprob_difference_mean", "logprob_difference_p99"):
-            limit, measured = getattr(self.config.engine, f"max_{name}"), getattr(report, name)
+            limit, measured = getattr(self.config.engine, f"max_{name}"), report.metrics[name]
             if measured is not None and measured > limit:
                 pair = f"engine {self.dtypes['engine_dtype']}, trainer {self.dtypes['trainer_dtype']}"
                 told = f"{name} is {measured:.3f} ({pair}), over engine.max_{name} = {limit}"

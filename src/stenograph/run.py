@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from stenograph.engines.vllm import VllmEngine
     from stenograph.loop import Loop
+    from stenograph.training.trainer import Trainer
     from stenograph.watching import Watcher
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
     """
     from stenograph.agents import load_agent
     from stenograph.judges import load_judge
-    from stenograph.models import load_model, resolve_model
+    from stenograph.models import resolve_model
     from stenograph.rollouts import Attempts, GatewayClient
     from stenograph.tasks import load_tasks
 
@@ -87,11 +88,10 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
     resolve_model(config.model)
 
     from stenograph.loop import Loop
-    from stenograph.training.trainer import Trainer
     from stenograph.watching import Spans, Watchers, boards
 
     rendering = load_rendering(config.model)
-    trainer = Trainer(load_model(config.model), config)
+    trainer = _trainer(config)
     async with AsyncExitStack() as stack:
         engine = await build_engine(config, rendering, trainer.model)
         stack.push_async_callback(engine.aclose)
@@ -120,6 +120,24 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
         )
         await loop.train()
         return loop
+
+
+def _trainer(config: Config) -> Trainer:
+    """The trainer and the models that `config` asks for. Raises ConfigError, CheckpointError where one is missing."""
+    import torch
+
+    from stenograph.models import load_model
+    from stenograph.training.critic import critic_from_actor, load_critic
+    from stenograph.training.trainer import Trainer
+
+    actor, critic, reference = load_model(config.model), None, None
+    if config.algorithm.has_critic and config.critic.path is not None:
+        critic = load_critic(config.critic.path, dtype=getattr(torch, config.model.dtype))
+    elif config.algorithm.has_critic:
+        critic = critic_from_actor(actor, seed=config.training.seed)
+    if config.algorithm.kl.placement != "none":
+        reference = load_model(config.model)
+    return Trainer(actor, config, critic=critic, reference=reference)
 
 
 async def build_engine(config: Config, rendering: Rendering, model: PreTrainedModel | None) -> Engine:

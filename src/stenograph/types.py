@@ -198,6 +198,7 @@ class TurnSpan:
     temperature: float
     top_p: float
     logprobs_mode: LogprobsMode
+    reward: float | None = None  # the judge's, of this turn alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,11 @@ class Sample:
     versions: NDArray[np.int32]
     turns: tuple[TurnSpan, ...]
     experts: tuple[Routing, ...] = ()  # oldest turn first
+
+    @property
+    def truncated(self) -> bool:
+        """Whether something other than the policy ended its last turn."""
+        return bool(self.turns) and self.turns[-1].ended_by in ("length", "abort")
 
 
 RolloutStatus = Literal["completed", "agent_failed", "timeout", "error"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stenograph.algorithms.kl import kl
-from stenograph.algorithms.statistics import sequence_reduced, value_sums
+from stenograph.algorithms.statistics import sequence_reduced
 
 PolicyLossKind = Literal["ppo_clip", "gspo", "cispo"]
 
@@ -108,8 +108,7 @@ def value_loss(
     mask         [tokens] bool. What lies outside changes nothing, gradients included.
     clip         how far a value may move from `old_values` and still lower the loss; None: any distance.
     denominator  tokens of the whole (mini-)batch, as in `policy_loss`.
-    Returns the scalar loss, and detached float64 sums: those of `value_sums`, and `value_clip` (tokens whose gradient
-    is cut).
+    Returns the scalar loss, and detached float64 sums: `num_tokens`, and `value_clip` (tokens whose gradient is cut).
 
     0.5 (V - R)^2; with `clip` the larger of that and 0.5 (clamp(V, V_old - clip, V_old + clip) - R)^2: Engstrom et al.
     2020 (arXiv:2005.12729), 3, where the smaller one stands for the larger by mistake.
@@ -118,13 +117,12 @@ def value_loss(
     """
     if (clip is None) != (old_values is None):
         raise ValueError("a clipped value loss needs clip and old_values; give both, or neither")
-    sums = value_sums(values, returns, mask)
     values, returns = values[mask], returns[mask].detach()
     errors = (values - returns).square()
-    sums["value_clip"] = torch.zeros_like(sums["num_tokens"])
+    is_cut = torch.zeros_like(errors, dtype=torch.bool)
     if clip is not None and old_values is not None:
         old_values = old_values[mask].detach()
         bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
-        sums["value_clip"] = (bounded > errors).sum().double()
+        is_cut = bounded > errors
         errors = torch.maximum(errors, bounded)
-    return 0.5 * errors.sum() / denominator, sums
+    return 0.5 * errors.sum() / denominator, {"num_tokens": mask.sum().double(), "value_clip": is_cut.sum().double()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,15 +45,22 @@ def target_logprobs_and_entropy(model: PreTrainedModel, pack: Pack) -> tuple[Ten
     return _chosen(logits, pack), entropy
 
 
-def target_values(critic: ValueModel, pack: Pack) -> tuple[Tensor, Tensor | None]:
-    """The value of the state in which each target was chosen: [targets] float32, whatever the temperature.
+class PackValues(NamedTuple):
+    """What a critic says of a pack, whatever the temperature."""
 
-    And the weighted balancing loss of the critic's experts, over all the pack's tokens; see `ValueOutput`.
-    """
+    values: Tensor  # [targets] float32: of the state in which each target was chosen
+    at_ends: Tensor  # [sequences] float32: of the state after each one's last token
+    balancing_loss: Tensor | None  # weighted, of the critic's experts over all the pack's tokens; see `ValueOutput`
+
+
+def target_values(critic: ValueModel, pack: Pack) -> PackValues:
+    """The values of a pack's states under `critic`."""
     with _sdpa(critic):
         output = critic(**_inputs(pack, critic.device))
-    token = torch.from_numpy(pack.rows[pack.row_of_target]).to(critic.device)
-    return output.values[0].index_select(0, token), output.balancing_loss
+    values = output.values[0]
+    chosen = torch.from_numpy(pack.rows[pack.row_of_target]).to(critic.device)
+    at_ends = torch.from_numpy(pack.ends_of_sequences).to(critic.device)
+    return PackValues(values.index_select(0, chosen), values.index_select(0, at_ends), output.balancing_loss)
 
 
 def _row_logits(model: PreTrainedModel, pack: Pack) -> Tensor:

@@ -1,103 +1,99 @@
-"""What one training step did: every number is taken over the tokens that it names."""
+"""What one training step did: every number is declared, and made of sums that no split of the batch changes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from stenograph.algorithms.statistics import merge_sums
-from stenograph.training.batch import TokenArrays
+from stenograph.training.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """One sum divided by another; none where that is 0."""
+
+    total: str
+    over: str
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    of: str
+
+
+# What the losses' sums are made to, by "model/sum". A sum that none of these reads is refused, not dropped.
+METRICS: dict[str, Mean | Largest] = {
+    "loss": Mean("actor/loss", "actor/updates"),
+    "ratio_mean": Mean("actor/ratio", "actor/num_tokens"),
+    "ratio_max": Largest("actor/ratio_max"),
+    "clip_low_fraction": Mean("actor/clip_low", "actor/num_tokens"),
+    "clip_high_fraction": Mean("actor/clip_high", "actor/num_tokens"),
+    "clip_dual_fraction": Mean("actor/clip_dual", "actor/num_tokens"),
+    "kl_k1": Mean("actor/kl_k1", "actor/num_tokens"),  # of the old policy against the current one, nats a token
+    "kl_k3": Mean("actor/kl_k3", "actor/num_tokens"),
+    "entropy": Mean("entropy/entropy", "entropy/num_tokens"),  # of whole distributions, in the first epoch
+    "kl_loss": Mean("kl/ref_kl", "kl/num_tokens"),  # before beta
+    "critic_loss": Mean("critic/loss", "critic/updates"),
+    "value_clip_fraction": Mean("critic/value_clip", "critic/num_tokens"),
+}
+_SUMS = {name for m in METRICS.values() for name in ([m.of] if isinstance(m, Largest) else [m.total, m.over])}
+
+
+class Tally:
+    """What a step's losses add up to on this rank, until they are reported."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self.num_forward_tokens = 0
+
+    def add(self, model: str, sums: Mapping[str, Tensor]) -> None:
+        """Raises ValueError for a sum that no metric is made of."""
+        named = {f"{model}/{name}": value.detach().double().cpu() for name, value in sums.items()}
+        if unknown := named.keys() - _SUMS:
+            raise ValueError(f"no metric is made of {', '.join(sorted(unknown))}; declare one in METRICS")
+        known = {name: self._sums[name] for name in named if name in self._sums}
+        self._sums |= named | (merge_sums(known, {name: named[name] for name in known}) if known else {})
+
+    def metrics(self, ranks: Ranks) -> dict[str, float | None]:
+        """Every metric, over all ranks."""
+        sums = {name: value.item() for name, value in ranks.reduce(self._sums).items()}
+        return {name: _made(metric, sums) for name, metric in METRICS.items()}
+
+
+def _made(metric: Mean | Largest, sums: Mapping[str, float]) -> float | None:
+    if isinstance(metric, Largest):
+        return sums.get(metric.of)
+    return sums[metric.total] / sums[metric.over] if sums.get(metric.over) else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One training step. None where no token was computed.
+    """One training step. `metrics` are those of METRICS and of `measuring`, None where there is nothing to measure.
 
-    Tokens whose advantage is exactly 0 have no gradient and are not computed; they count in `num_tokens`, the loss's
-    denominator, and not in what follows `num_computed_tokens`.
+    Sequences that cannot move the actor are not computed; they count in `num_tokens`, and not in its metrics.
     """
 
-    applied: bool  # at least one optimizer step changed the weights
-    skipped: tuple[str, ...]  # why an optimizer step was not taken, one entry each
-    num_updates: int  # optimizer steps applied
+    applied: bool  # an update changed the actor
+    is_warmup: bool  # the actor was left as it is, for the critic to learn
+    num_updates: int  # of the actor, applied
+    num_critic_updates: int
+    skipped: tuple[str, ...]  # why an update was not made, one entry each
     num_rollouts: int
     num_tokens: int  # trainable tokens of the samples
-    num_computed_tokens: int  # of these, the ones with an advantage
-    num_forward_tokens: int  # positions that the model computed with gradients, shared ones once, over all passes
+    num_computed_tokens: int  # of these, those of sequences that the actor can learn from
+    num_forward_tokens: int  # positions computed with gradients, by either model, shared ones once, over all passes
     reward_mean: float
-    loss: float | None  # mean over optimizer steps, skipped ones too if they had a loss
-    grad_norm: float | None  # before clipping; mean over the same steps
-    ratio_mean: float | None
-    ratio_max: float | None
-    clip_low_fraction: float | None
-    clip_high_fraction: float | None
-    kl_k1: float | None  # of the old policy against the current one, nats a token
-    kl_k3: float | None
-    entropy: float | None  # sampled estimate, -mean(old_logprobs)
-    logprob_difference_mean: float | None  # |rollout_logprobs - old_logprobs|
-    logprob_difference_p99: float | None
+    reward_by_task: dict[str, float]
+    explained_variance_by_turn: list[float | None]  # of the n-th turns of all samples
+    loss_denominator: str  # algorithm.reduction
     seconds: float
+    metrics: dict[str, float | None]
 
-
-@dataclass(slots=True)
-class Tally:
-    """What a step's updates add up to, until it is reported."""
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    num_updates: int = 0
-    num_forward_tokens: int = 0
-    sums: dict[str, Tensor] | None = None
-
-    def add_sums(self, sums: dict[str, Tensor]) -> None:
-        self.sums = sums if self.sums is None else merge_sums(self.sums, sums)
-
-    def report(
-        self, sequences: list[TokenArrays], *, num_rollouts: int, reward_mean: float, seconds: float
-    ) -> StepReport:
-        masks = [arrays["loss_mask"] for arrays in sequences]
-        computed = [a for a, mask in zip(sequences, masks, strict=True) if has_gradient(a) and mask.any()]
-        old = _trainable(computed, "old_logprobs")
-        difference = np.abs(_trainable(computed, "rollout_logprobs") - old)
-        sums = {name: value.item() for name, value in (self.sums or {}).items()}
-        n = sums.get("num_tokens", 0.0)
-
-        def per_token(name: str) -> float | None:
-            return sums[name] / n if n else None
-
-        return StepReport(
-            applied=self.num_updates > 0,
-            skipped=tuple(self.skipped),
-            num_updates=self.num_updates,
-            num_rollouts=num_rollouts,
-            num_tokens=int(sum(mask.sum() for mask in masks)),
-            num_computed_tokens=len(old),
-            num_forward_tokens=self.num_forward_tokens,
-            reward_mean=reward_mean,
-            loss=float(np.mean(self.losses)) if self.losses else None,
-            grad_norm=float(np.mean(self.grad_norms)) if self.grad_norms else None,
-            ratio_mean=per_token("ratio"),
-            ratio_max=sums["ratio_max"] if n else None,
-            clip_low_fraction=per_token("clip_low"),
-            clip_high_fraction=per_token("clip_high"),
-            kl_k1=per_token("kl_k1"),
-            kl_k3=per_token("kl_k3"),
-            entropy=float(-old.mean()) if len(old) else None,
-            logprob_difference_mean=float(difference.mean()) if len(old) else None,
-            logprob_difference_p99=float(np.quantile(difference, 0.99)) if len(old) else None,
-            seconds=seconds,
-        )
-
-
-def has_gradient(arrays: TokenArrays) -> bool:
-    """Whether a sequence moves the weights at all: a token whose advantage is exactly 0 has gradient exactly 0."""
-    return bool((arrays["advantages"][arrays["loss_mask"]] != 0).any())
-
-
-def _trainable(sequences: list[TokenArrays], name: str) -> np.ndarray:
-    """[trainable tokens] float64."""
-    values = [arrays[name][arrays["loss_mask"]] for arrays in sequences]
-    return np.concatenate(values, dtype=np.float64) if values else np.empty(0)
+    def row(self) -> dict[str, Any]:
+        """As a row of metrics.jsonl."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "metrics"}
+        return named | self.metrics

@@ -1,63 +1,81 @@
-"""Policy-gradient steps on recorded tokens: how a batch is split over packs changes neither losses nor gradients."""
+"""One training step on recorded tokens: how a batch is split over packs and ranks changes neither losses nor gradients.
+
+rewards -> old and reference log-probabilities -> values -> advantages -> the critic's updates -> the actor's updates
+"""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from stenograph.algorithms.advantages import group_advantages
-from stenograph.algorithms.losses import policy_loss
+from stenograph.algorithms.kl import KLKind, adapted_beta, kl_loss
+from stenograph.algorithms.losses import policy_loss, value_loss
 from stenograph.config import Config
+from stenograph.training import credit, measuring, weighting
 from stenograph.training.batch import TokenArrays, num_trainable, sequence
-from stenograph.training.forward import check_packable, target_logprobs
-from stenograph.training.packing import Pack, pack
-from stenograph.training.report import StepReport, Tally, has_gradient
+from stenograph.training.critic import ValueModel
+from stenograph.training.forward import check_packable, target_logprobs, target_logprobs_and_entropy, target_values
+from stenograph.training.learner import Learner, Learnt, MicroBatch, Objective
+from stenograph.training.passes import Passes
+from stenograph.training.phases import Phases, mover
+from stenograph.training.ranks import Ranks
+from stenograph.training.report import StepReport, Tally
+from stenograph.training.updates import Updates
 from stenograph.training.weights import ModelWeights, save_model
 from stenograph.types import Logprobs, Sample
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Rollout:
-    """The samples of one attempt, which share its reward; a rollout counts once in its group, however it branched."""
-
-    samples: tuple[int, ...]  # indices into the step's samples
-    group: str
-    reward: float
-
-
 class Trainer:
-    """Trains a causal language model in place, on the device and in the precision that the config names.
+    """Trains a causal language model in place, and the critic with it, on the device and in the precision of `config`.
 
-    The model stays in eval mode, so that nothing random separates `old_logprobs` from `logprobs`. Random choices come
+    The models stay in eval mode, so that nothing random separates `old_logprobs` from `logprobs`. Random choices come
     from `training.seed` and `num_steps` alone; torch's and NumPy's global generators are neither read nor moved.
+
+    With a `process_group`, each of its ranks has a trainer of equal models, and gives every step the same samples.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Config) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: Config,
+        *,
+        critic: ValueModel | None = None,
+        reference: PreTrainedModel | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         check_packable(model)
+        _check_models(config, critic, reference)
         self._config = config
+        self._algorithm = config.algorithm
         self._training = config.training
         if self._training.num_threads is not None:
             torch.set_num_threads(self._training.num_threads)
-        device = self._training.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(self._training.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = model.eval()
-        torch.nn.Module.to(model, device)  # in place; transformers' own wrapper hides the types
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=self._training.lr,
-            betas=(0.9, 0.999),
-            weight_decay=self._training.weight_decay,
-            fused=True,  # one pass over the weights; the others make ten
-        )
+        self.critic = critic
+        self._reference = reference
+        self._passes = Passes(config.training, device, Ranks(process_group))
+        self._actor = Learner("actor", model, config.training, config.training.steps, self._passes)
+        self._critic: Learner | None = None
+        if critic is not None:
+            self._critic = Learner("critic", critic.eval(), config.critic, config.training.steps, self._passes)
+        if reference is not None:
+            reference.eval().requires_grad_(False)
+        self.phases = self._begin_phases()
         self.num_steps = 0
+        self.version = 0  # of the policy: steps that changed the actor
+        self.beta = self._algorithm.kl.beta
+        self._kl_kind: KLKind = config.algorithm.kl.kind or ("k2" if config.algorithm.kl.placement == "loss" else "k1")
+        self._is_critic_warm = False
         self.last_batch: list[TokenArrays] = []  # the last step's arrays, in the order of its samples
 
     @property
@@ -65,9 +83,40 @@ class Trainer:
         """The weights to publish, as they are now; valid until the next step."""
         return ModelWeights(self.model)
 
+    @property
+    def updates(self) -> dict[str, Updates]:
+        """The optimizers, by the names of their models."""
+        critic = {} if self._critic is None else {"critic": self._critic.updates}
+        return {"actor": self._actor.updates} | critic
+
+    @property
+    def is_warmup(self) -> bool:
+        """Whether the next step leaves the actor as it is, and trains the critic alone."""
+        return (
+            self.critic is not None and not self._is_critic_warm and self.num_steps < self._config.critic.warmup_steps
+        )
+
     def save_actor(self, path: Path) -> None:
         """Export the model for Hugging Face's `from_pretrained`. Raises CheckpointError; see `save_model`."""
         save_model(self.model, path)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold beside models and optimizers, for JSON."""
+        return {
+            "num_steps": self.num_steps,
+            "version": self.version,
+            "beta": self.beta,
+            "is_critic_warm": self._is_critic_warm,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; what it does not know stays as it is, with a warning."""
+        own = self.state()
+        for name in own.keys() - state.keys():
+            warnings.warn(f"the checkpoint says nothing of {name}; it goes on from {own[name]}", stacklevel=2)
+        known = own | dict(state)
+        self.num_steps, self.version = known["num_steps"], known["version"]
+        self.beta, self._is_critic_warm = known["beta"], known["is_critic_warm"]
 
     def old_logprobs(self, samples: Sequence[Sample]) -> list[Logprobs]:
         """Log-probabilities of each sample's trainable tokens under the weights as they are: [tokens], 0.0 elsewhere.
@@ -75,148 +124,245 @@ class Trainer:
         They are the trainer's, in its own precision, never the engine's.
         """
         sequences = [sequence(sample) for sample in samples]
-        self._fill_old_logprobs(sequences)
+        self._passes.fill_logprobs(self.model, sequences, "old_logprobs")
         return [arrays["old_logprobs"] for arrays in sequences]
 
     def step(self, samples: Sequence[Sample]) -> StepReport:
-        """Train on whole groups of rollouts: `num_epochs` times over `num_minibatches`, one optimizer step each.
+        """Train on whole groups of rollouts: each model `num_epochs` times over `num_minibatches`, one update each.
 
-        The loss is a mean over all trainable tokens of a mini-batch, with one denominator for all of its packs.
-        Samples whose advantage is 0 count in it, and are not computed. An optimizer step with nothing to learn from,
-        or a gradient that is not finite, is skipped and said so in the report; weights and moments stay untouched.
-        `old_logprobs` are frozen before the first update. With one epoch of one mini-batch they are the same forward's
-        own log-probabilities, and no second forward is made.
+        `old_logprobs` and `values` are frozen before the first update. A loss has one denominator for all packs and
+        ranks of a mini-batch. Samples whose advantage is 0 count in it; where nothing else has a gradient, they are not
+        computed. An update with nothing to learn from, or whose gradient is not finite or too large, is skipped and
+        said so in the report; weights and moments stay untouched.
 
         Raises ValueError for a sample without a reward, and for rollouts whose samples disagree.
         """
         started = time.perf_counter()
-        rng = np.random.default_rng([self._training.seed, self.num_steps])
-        rollouts = _rollouts(samples)
+        is_warmup, version = self.is_warmup, self.version
+        self.phases.enter("rollout")
+        attempts = credit.attempts_of(samples)
         sequences = [sequence(sample) for sample in samples]
-        self._spread_advantages(rollouts, sequences, rng)
+        rewards = torch.tensor([attempt.reward for attempt in attempts], dtype=torch.float64)
+        if self._training.shuffle_rewards:
+            rewards = rewards[torch.from_numpy(self._rng("rewards").permutation(len(rewards)))]
 
-        num_minibatches = min(self._training.num_minibatches, max(1, len(rollouts)))
-        single_pass = self._training.num_epochs == num_minibatches == 1
-        if not single_pass:
-            self._fill_old_logprobs([arrays for arrays in sequences if has_gradient(arrays)])
+        if self._algorithm.estimator == "gae":
+            credit.place_rewards(attempts, rewards, samples, sequences, self._algorithm)
+        else:
+            credit.spread_advantages(attempts, rewards, samples, sequences, self._algorithm)
+        is_scored = self._score(sequences, len(attempts), is_warmup=is_warmup)
+        kl_reward = self._penalise(sequences, is_scored=is_scored)
+        if self.critic is not None:
+            self._estimate(self.critic, samples, sequences)
+        corrected = weighting.correct(sequences, self._algorithm.off_policy, version) if is_scored else {}
+        weighting.reduce(sequences, self._algorithm)
 
-        tally = Tally()
-        for _ in range(self._training.num_epochs):
-            order = rng.permutation(len(rollouts))
-            for minibatch in np.array_split(order, num_minibatches):
-                chosen = sorted(n for rollout in minibatch for n in rollouts[rollout].samples)
-                self._update([sequences[n] for n in chosen], tally, single_pass=single_pass)
-        self.num_steps += 1
+        tally, learnt = Tally(), {}
+        if self._critic is not None:
+            self.phases.enter("train_critic")
+            learnt["critic"] = self._critic.learn(attempts, sequences, self._values(tally), self._rng("critic"), tally)
+        if not is_warmup:
+            self.phases.enter("train_actor")
+            policy = self._policy(tally, is_scored=is_scored)
+            learnt["actor"] = self._actor.learn(attempts, sequences, policy, self._rng("actor"), tally)
+            if not is_scored:
+                self._passes.ranks.gather(sequences, "old_logprobs")
+
+        computed = [arrays for arrays in sequences if self._is_computed(arrays)]
+        metrics = {
+            **measuring.samples(attempts, samples, sequences, version),
+            **measuring.policies(computed, has_old=is_scored or not is_warmup, has_ref=self._reference is not None),
+            **measuring.values(sequences, has_critic=self.critic is not None),
+            **measuring.updates(self.updates, {name: one.grad_norms for name, one in learnt.items()}),
+            **tally.metrics(self._passes.ranks),
+            **corrected,
+            "kl_reward": kl_reward,
+            "kl_beta": None if self._reference is None else self.beta,
+        }
+        self._advance(learnt, metrics, len(attempts))
         self.last_batch = sequences
-        return tally.report(
-            sequences,
-            num_rollouts=len(rollouts),
-            reward_mean=float(np.mean([r.reward for r in rollouts])) if rollouts else 0.0,
+        return StepReport(
+            applied=self.version > version,
+            is_warmup=is_warmup,
+            num_updates=learnt["actor"].num_updates if "actor" in learnt else 0,
+            num_critic_updates=learnt["critic"].num_updates if "critic" in learnt else 0,
+            skipped=tuple(told for one in learnt.values() for told in one.skipped),
+            num_rollouts=len(attempts),
+            num_tokens=num_trainable(sequences),
+            num_computed_tokens=num_trainable(computed),
+            num_forward_tokens=tally.num_forward_tokens,
+            reward_mean=float(rewards.mean()) if attempts else 0.0,
+            reward_by_task=measuring.reward_by_task(attempts),
+            explained_variance_by_turn=measuring.explained_variance_by_turn(sequences) if self.critic else [],
+            loss_denominator=self._algorithm.reduction,
             seconds=time.perf_counter() - started,
+            metrics=metrics,
         )
 
-    def _spread_advantages(
-        self, rollouts: list[_Rollout], sequences: list[TokenArrays], rng: np.random.Generator
-    ) -> None:
-        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
-        if self._training.shuffle_rewards:
-            rewards = rewards[torch.from_numpy(rng.permutation(len(rewards)))]
-        groups = [rollout.group for rollout in rollouts]
-        algorithm, lengths = self._config.algorithm, None
-        if algorithm.estimator == "opo":  # a rollout without a trainable token weighs next to nothing
-            counts = [num_trainable(sequences[n] for n in rollout.samples) for rollout in rollouts]
-            lengths = torch.tensor(counts).clamp(min=1)
-        advantages = group_advantages(rewards, groups, kind=algorithm.estimator, lengths=lengths, k=algorithm.k)
-        for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True):
-            for n in rollout.samples:
-                sequences[n]["advantages"][sequences[n]["loss_mask"]] = advantage
+    def _score(self, sequences: list[TokenArrays], num_attempts: int, *, is_warmup: bool) -> bool:
+        """Take the reference's log-probabilities, and the actor's where more is asked than its only pass will say.
 
-    def _update(self, minibatch: list[TokenArrays], tally: Tally, *, single_pass: bool) -> None:
-        """One optimizer step on a mini-batch, its packs one after the other."""
-        denominator = num_trainable(minibatch)
-        if denominator == 0:
-            tally.skipped.append("no trainable tokens")
-            return
-        computed = [arrays for arrays in minibatch if has_gradient(arrays)]
-        if not computed:
-            tally.skipped.append("every advantage is 0")
-            return
+        Returns whether the actor's were taken.
+        """
+        kl = self._algorithm.kl
+        chosen = sequences
+        if not is_warmup:
+            chosen = [arrays for arrays in sequences if self._is_computed(arrays)]
+            takes_old = (
+                not self._actor.is_single_pass(num_attempts)
+                or self._algorithm.off_policy.level != "none"
+                or (kl.placement == "reward" and kl.behaviour == "actor")
+            )
+        else:  # the engine's will do, wherever they are of what was sampled from
+            takes_old = False
+        if kl.placement == "reward" and not takes_old:
+            takes_old = any((arrays["loss_mask"] & ~arrays["comparable"]).any() for arrays in sequences)
+        takes_reference = kl.placement == "reward" or (kl.placement == "loss" and not is_warmup)
+        if takes_old or takes_reference:
+            self.phases.enter("score")
+        if takes_old:
+            self._passes.fill_logprobs(self.model, chosen, "old_logprobs")
+        if takes_reference:
+            assert self._reference is not None
+            self._passes.fill_logprobs(self._reference, chosen, "ref_logprobs")
+        return takes_old
 
-        loss = torch.zeros((), device=self.model.device)
-        for micro_batch, logprobs in self._forward(computed):
-            if single_pass:
-                micro_batch.scatter(logprobs.detach().cpu().numpy(), computed, "old_logprobs")
-                old_logprobs = logprobs.detach()
+    def _penalise(self, sequences: list[TokenArrays], *, is_scored: bool) -> float | None:
+        """Put the divergence from the reference into the rewards; returns its mean, in nats a token."""
+        kl = self._algorithm.kl
+        if kl.placement != "reward":
+            return None
+        is_sampled = kl.behaviour == "engine" or not is_scored or self.is_warmup
+        return credit.penalise(sequences, self._kl_kind, beta=self.beta, is_sampled=is_sampled)
+
+    def _estimate(self, critic: ValueModel, samples: Sequence[Sample], sequences: list[TokenArrays]) -> None:
+        """Values, advantages and returns of every action."""
+        self.phases.enter("value")
+        at_ends = self._passes.fill_values(critic, sequences)
+        truncated = torch.tensor([sample.truncated for sample in samples], dtype=torch.bool)
+        credit.estimate_advantages(sequences, at_ends.where(truncated, 0.0), self._algorithm)
+
+    def _policy(self, tally: Tally, *, is_scored: bool) -> Objective:
+        """The actor's objective."""
+        algorithm, signal = self._algorithm, self._passes.signal
+
+        def loss(batch: MicroBatch) -> Tensor:
+            micro_batch = batch.pack
+            with self._passes.autocast():
+                if batch.epoch == 0:
+                    logprobs, entropy = target_logprobs_and_entropy(self.model, micro_batch)
+                else:
+                    logprobs, entropy = target_logprobs(self.model, micro_batch), None
+            mask = signal(micro_batch, "loss_mask")
+            if is_scored:
+                old_logprobs = signal(micro_batch, "old_logprobs")
             else:
-                old_logprobs = self._signal(micro_batch, "old_logprobs")
-            part, sums = policy_loss(
+                old_logprobs = logprobs.detach()
+                if batch.is_own:
+                    micro_batch.scatter(old_logprobs.cpu().numpy(), batch.sequences, "old_logprobs")
+            total, sums = policy_loss(
                 logprobs,
                 old_logprobs,
-                self._signal(micro_batch, "advantages"),
-                self._signal(micro_batch, "loss_mask"),
-                torch.from_numpy(micro_batch.cu_seqlens).to(self.model.device),
-                kind=self._config.algorithm.policy_loss,
-                clip_low=self._config.algorithm.clip_low,
-                clip_high=self._config.algorithm.clip_high,
-                clip_dual=self._config.algorithm.clip_dual,
-                denominator=denominator,
+                signal(micro_batch, "advantages"),
+                mask,
+                torch.from_numpy(micro_batch.cu_seqlens).to(self._passes.device),
+                kind=algorithm.policy_loss,
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                clip_dual=algorithm.clip_dual,
+                weights=signal(micro_batch, "weights") if self._is_weighted else None,
+                denominator=batch.denominator,
             )
-            part.backward()
-            loss += part.detach()
-            tally.add_sums(sums)
-            tally.num_forward_tokens += micro_batch.num_tokens
-        tally.losses.append(loss.item())
-        self._apply_gradients(tally)
+            tally.add("actor", sums)
+            if entropy is not None:
+                tally.add("entropy", {"entropy": entropy[mask].double().sum(), "num_tokens": mask.sum()})
+            if algorithm.kl.placement == "loss":
+                divergence, sums = kl_loss(
+                    logprobs,
+                    signal(micro_batch, "ref_logprobs"),
+                    mask,
+                    kind=self._kl_kind,
+                    denominator=batch.num_tokens,
+                )
+                tally.add("kl", sums)
+                total = total + self.beta * divergence
+            return total
 
-    def _apply_gradients(self, tally: Tally) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        tally.grad_norms.append(norm.item())
-        if norm.isfinite():
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._training.max_grad_norm, norm)
-            self._optimizer.step()
-            tally.num_updates += 1
-        else:
-            tally.skipped.append("gradient is not finite")
-        self._optimizer.zero_grad()
+        return Objective(loss, lambda batch: weighting.denominator(batch, algorithm), self._is_computed)
 
-    def _fill_old_logprobs(self, sequences: list[TokenArrays]) -> None:
-        with torch.no_grad():
-            for micro_batch, logprobs in self._forward(sequences):
-                micro_batch.scatter(logprobs.cpu().numpy(), sequences, "old_logprobs")
+    def _values(self, tally: Tally) -> Objective:
+        """The critic's objective: a mean over trainable tokens, whatever the policy's is."""
+        assert self.critic is not None
+        critic, signal, clip = self.critic, self._passes.signal, self._config.critic.value_clip
 
-    def _forward(self, sequences: list[TokenArrays]) -> Iterator[tuple[Pack, Tensor]]:
-        """Packs of the sequences with their targets' log-probabilities."""
-        for micro_batch in pack(sequences, self._training.pack_max_tokens):
-            with self._autocast():
-                logprobs = target_logprobs(self.model, micro_batch)
-            yield micro_batch, logprobs
+        def loss(batch: MicroBatch) -> Tensor:
+            with self._passes.autocast():
+                output = target_values(critic, batch.pack)
+            total, sums = value_loss(
+                output.values,
+                signal(batch.pack, "returns"),
+                signal(batch.pack, "loss_mask"),
+                old_values=None if clip is None else signal(batch.pack, "values"),
+                clip=clip,
+                denominator=batch.denominator,
+            )
+            tally.add("critic", sums)
+            if output.balancing_loss is not None:
+                total = total + batch.share * output.balancing_loss
+            return total
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self._training.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.model.device.type, dtype=getattr(torch, self._training.autocast))
+        return Objective(loss, num_trainable, lambda arrays: bool(arrays["loss_mask"].any()))
 
-    def _signal(self, micro_batch: Pack, name: str) -> Tensor:
-        return torch.from_numpy(micro_batch.signals[name]).to(self.model.device)
+    @property
+    def _is_weighted(self) -> bool:
+        return self._algorithm.off_policy.level != "none" or self._algorithm.reduction == "sequence_mean"
+
+    def _is_computed(self, arrays: TokenArrays) -> bool:
+        """Whether a sequence can move the actor: a token whose advantage is exactly 0 has gradient exactly 0."""
+        mask = arrays["loss_mask"]
+        if self._algorithm.estimator == "gae" or self._algorithm.kl.placement == "loss":
+            return bool(mask.any())
+        return bool((arrays["advantages"][mask] != 0).any())
+
+    def _advance(self, learnt: Mapping[str, Learnt], metrics: Mapping[str, float | None], num_rollouts: int) -> None:
+        """What the next step goes on from."""
+        self.num_steps += 1
+        self.version += "actor" in learnt and learnt["actor"].num_updates > 0
+        kl = self._algorithm.kl
+        measured = metrics["kl_reward"] if kl.placement == "reward" else metrics["kl_loss"]
+        if kl.target is not None and measured is not None:
+            self.beta = adapted_beta(
+                self.beta, measured, target_kl=kl.target, num_rollouts=num_rollouts, horizon=kl.horizon
+            )
+        threshold, explained = self._config.critic.warmup_explained_variance, metrics["explained_variance"]
+        if threshold is not None and explained is not None and explained >= threshold:
+            self._is_critic_warm = True
+
+    def _rng(self, choice: str) -> np.random.Generator:
+        """For one kind of random choice in this step."""
+        return np.random.default_rng([self._training.seed, self.num_steps, _CHOICES.index(choice)])
+
+    def _begin_phases(self) -> Phases:
+        models = {"actor": self.model, "critic": self.critic, "reference": self._reference}
+        modules = {name: model for name, model in models.items() if model is not None}
+        optimizers = [f"{name}_optimizer" for name in self.updates]
+        offload, engine = self._training.offload, self._config.engine
+        if not offload:
+            for module in modules.values():
+                torch.nn.Module.to(module, self._passes.device)  # in place; transformers' own wrapper hides the types
+        return Phases(
+            mover(self._passes.device, modules, self.updates),
+            offload=offload,
+            parts=[*modules, *optimizers],
+            engine_shares_weights=engine.kind == "local" and engine.weights == "shared",
+        )
 
 
-def _rollouts(samples: Sequence[Sample]) -> list[_Rollout]:
-    """Samples by the attempt that they come from, in the order of first appearance.
+_CHOICES = ("rewards", "actor", "critic")
 
-    A sample without a rollout is one of its own session; a rollout without a group is a group of its own.
-    """
-    members: dict[str, list[int]] = {}
-    for n, sample in enumerate(samples):
-        members.setdefault(sample.rollout_id or sample.session, []).append(n)
-    rollouts = []
-    for name, indices in members.items():
-        rewards = {samples[n].reward for n in indices}
-        groups = {samples[n].group_id for n in indices}
-        if len(rewards) > 1 or len(groups) > 1:
-            raise ValueError(f"samples of rollout {name} disagree: rewards {rewards}, groups {groups}")
-        (reward,), (group,) = rewards, groups
-        if reward is None:
-            raise ValueError(f"rollout {name} has no reward; judge it, or leave it out of the step")
-        rollouts.append(_Rollout(tuple(indices), group or f"rollout {name}", reward))
-    return rollouts
+
+def _check_models(config: Config, critic: ValueModel | None, reference: PreTrainedModel | None) -> None:
+    if config.algorithm.has_critic != (critic is not None):
+        raise ValueError(f"estimator {config.algorithm.estimator!r} with critic {critic!r}: give both, or neither")
+    if (config.algorithm.kl.placement != "none") != (reference is not None):
+        raise ValueError(f"KL in {config.algorithm.kl.placement!r} with reference {reference!r}: give both, or neither")

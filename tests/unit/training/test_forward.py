@@ -142,12 +142,12 @@ def test_the_balancing_loss_comes_with_the_values() -> None:
     critic = critic_from_actor(random_actor("mixtral"), seed=0)
     sample = make_sample([("context", [1, 2, 3]), ("output", [4, 5])])
     (p,) = pack([sequence(sample)], 10)
-    _, loss = target_values(critic, p)
+    loss = target_values(critic, p).balancing_loss
     expected = critic(torch.from_numpy(sample.ids).long()[None]).balancing_loss
     assert loss is not None
     assert expected is not None
     torch.testing.assert_close(loss, expected)
-    assert target_values(CRITIC, p)[1] is None
+    assert target_values(CRITIC, p).balancing_loss is None
 
 
 def test_autocast_gives_values_in_float32() -> None:

@@ -136,8 +136,8 @@ def test_gradients_equal_those_of_single_sequences() -> None:
             assert (a - b).norm() <= 1e-6 * b.norm()
 
 
-def test_a_trainable_first_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="first token is trainable"):
+def test_an_action_without_a_token_before_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="first token is an action"):
         sequence(make_sample([("output", [1, 2])]))
 
 

@@ -1,0 +1,71 @@
+"""What a token's policy loss is multiplied by, and what their sum is divided by; GAE's mask is none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from stenograph.algorithms.offpolicy import importance_weights
+from stenograph.config_training import AlgorithmConfig, OffPolicyConfig
+from stenograph.training.batch import TokenArrays, bounds, flat, num_trainable, spread
+
+
+def correct(sequences: Sequence[TokenArrays], off_policy: OffPolicyConfig, version: int) -> dict[str, float | None]:
+    """Weigh tokens by how much likelier the trainer's policy makes them than the engine's did; returns metrics.
+
+    `version`: the policy's that is trained. Where the engine's log-probabilities are of another distribution than was
+    sampled from, there is no ratio, and the weight is 1.
+    """
+    if off_policy.level == "none":
+        return {}
+    mask = flat(sequences, "loss_mask")
+    comparable = mask & flat(sequences, "comparable")
+    weights, sums = importance_weights(
+        flat(sequences, "old_logprobs"),
+        flat(sequences, "rollout_logprobs"),
+        comparable,
+        bounds(sequences),
+        level=off_policy.level,
+        bound=off_policy.bound,
+        high=off_policy.high,
+        low=off_policy.low,
+        veto=off_policy.veto,
+    )
+    weights = torch.where(comparable, weights, torch.ones_like(weights))
+    if off_policy.max_staleness is not None:
+        weights = weights.masked_fill(mask & (version - flat(sequences, "versions") > off_policy.max_staleness), 0.0)
+    spread(weights, sequences, "weights")
+    n = max(1, num_trainable(sequences))
+    return {
+        "importance_weight_mean": weights[mask].double().sum().item() / n,
+        "importance_weight_max": weights[mask].max().item() if mask.any() else None,
+        "truncated_fraction": sums["truncated"].item() / n,
+        "vetoed_fraction": sums["vetoed"].item() / n,
+        "rejected_fraction": (weights[mask] == 0).sum().item() / n,
+    }
+
+
+def reduce(sequences: Sequence[TokenArrays], config: AlgorithmConfig) -> None:
+    """Make weights of a mean over each sequence, where the loss is a mean of those."""
+    if config.reduction != "sequence_mean":
+        return
+    for arrays in sequences:
+        arrays["weights"] /= max(1, _counted(arrays, config).sum())
+
+
+def denominator(sequences: Sequence[TokenArrays], config: AlgorithmConfig) -> float:
+    """What the sum of the weighted losses of a mini-batch is divided by; 0: nothing in it is trainable."""
+    counted = [int(_counted(arrays, config).sum()) for arrays in sequences]
+    if config.reduction == "token_mean":
+        return float(sum(counted))
+    num_sequences = sum(count > 0 for count in counted)
+    return float(num_sequences * (config.length or 1))
+
+
+def _counted(arrays: TokenArrays, config: AlgorithmConfig) -> np.ndarray:
+    """[tokens] bool."""
+    if config.off_policy.count_rejected:
+        return arrays["loss_mask"]
+    return arrays["loss_mask"] & (arrays["weights"] != 0)
