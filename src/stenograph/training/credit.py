@@ -13,7 +13,7 @@ from stenograph.algorithms.advantages import AdvantageKind, group_advantages
 from stenograph.algorithms.gae import gae, length_adaptive_lam
 from stenograph.algorithms.kl import KLKind, kl, penalised_rewards
 from stenograph.algorithms.statistics import masked_mean, whiten
-from stenograph.config_training import AlgorithmConfig
+from stenograph.config_training import AlgorithmConfig, KLConfig
 from stenograph.training.batch import TokenArrays, bounds, flat, num_trainable, spread
 from stenograph.types import Sample
 
@@ -97,7 +97,12 @@ def place_rewards(
             sequences[n]["rewards"][actions[-1:]] += reward
 
 
-def penalise(sequences: Sequence[TokenArrays], kind: KLKind, *, beta: float, is_sampled: bool) -> float:
+def kl_kind(config: KLConfig) -> KLKind:
+    """The estimator of the divergence: in the reward it needs no gradient, and k1 is the unbiased one."""
+    return config.kind or ("k2" if config.placement == "loss" else "k1")
+
+
+def penalise(sequences: Sequence[TokenArrays], config: KLConfig, *, beta: float, is_sampled: bool) -> float:
     """Subtract what it costs to move away from the reference from the rewards of trainable tokens.
 
     Elsewhere an action was not drawn from the policy's softmax, and has no divergence. `is_sampled`: by the
@@ -108,7 +113,7 @@ def penalise(sequences: Sequence[TokenArrays], kind: KLKind, *, beta: float, is_
     if is_sampled:
         old = torch.where(flat(sequences, "comparable"), flat(sequences, "rollout_logprobs"), old)
     mask = flat(sequences, "loss_mask")
-    estimates = kl(old, flat(sequences, "ref_logprobs"), kind=kind)
+    estimates = kl(old, flat(sequences, "ref_logprobs"), kind=kl_kind(config))
     spread(penalised_rewards(flat(sequences, "rewards"), estimates, mask, beta=beta), sequences, "rewards")
     return masked_mean(estimates, mask).item()
 

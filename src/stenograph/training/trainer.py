@@ -13,18 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from stenograph.algorithms.kl import KLKind, adapted_beta, kl_loss
-from stenograph.algorithms.losses import policy_loss, value_loss
+from stenograph.algorithms.kl import adapted_beta
 from stenograph.config import Config
 from stenograph.training import credit, measuring, weighting
 from stenograph.training.batch import TokenArrays, num_trainable, sequence
 from stenograph.training.critic import ValueModel
-from stenograph.training.forward import check_packable, target_logprobs, target_logprobs_and_entropy, target_values
-from stenograph.training.learner import Learner, Learnt, MicroBatch, Objective
+from stenograph.training.forward import check_packable
+from stenograph.training.learner import Learner, Learnt
+from stenograph.training.objectives import can_move_actor, policy_objective, value_objective
 from stenograph.training.passes import Passes
 from stenograph.training.phases import Phases, mover
 from stenograph.training.ranks import Ranks
@@ -74,7 +73,6 @@ class Trainer:
         self.num_steps = 0
         self.version = 0  # of the policy: steps that changed the actor
         self.beta = self._algorithm.kl.beta
-        self._kl_kind: KLKind = config.algorithm.kl.kind or ("k2" if config.algorithm.kl.placement == "loss" else "k1")
         self._is_critic_warm = False
         self.last_batch: list[TokenArrays] = []  # the last step's arrays, in the order of its samples
 
@@ -158,17 +156,20 @@ class Trainer:
         weighting.reduce(sequences, self._algorithm)
 
         tally, learnt = Tally(), {}
-        if self._critic is not None:
+        if self.critic is not None and self._critic is not None:
             self.phases.enter("train_critic")
-            learnt["critic"] = self._critic.learn(attempts, sequences, self._values(tally), self._rng("critic"), tally)
+            objective = value_objective(self.critic, self._passes, self._config.critic.value_clip, tally)
+            learnt["critic"] = self._critic.learn(attempts, sequences, objective, self._rng("critic"), tally)
         if not is_warmup:
             self.phases.enter("train_actor")
-            policy = self._policy(tally, is_scored=is_scored)
-            learnt["actor"] = self._actor.learn(attempts, sequences, policy, self._rng("actor"), tally)
+            objective = policy_objective(
+                self.model, self._passes, self._algorithm, tally, beta=self.beta, is_scored=is_scored
+            )
+            learnt["actor"] = self._actor.learn(attempts, sequences, objective, self._rng("actor"), tally)
             if not is_scored:
                 self._passes.ranks.gather(sequences, "old_logprobs")
 
-        computed = [arrays for arrays in sequences if self._is_computed(arrays)]
+        computed = [arrays for arrays in sequences if can_move_actor(arrays, self._algorithm)]
         metrics = {
             **measuring.samples(attempts, samples, sequences, version),
             **measuring.policies(computed, has_old=is_scored or not is_warmup, has_ref=self._reference is not None),
@@ -205,19 +206,15 @@ class Trainer:
         Returns whether the actor's were taken.
         """
         kl = self._algorithm.kl
-        chosen = sequences
-        if not is_warmup:
-            chosen = [arrays for arrays in sequences if self._is_computed(arrays)]
-            takes_old = (
-                not self._actor.is_single_pass(num_attempts)
-                or self._algorithm.off_policy.level != "none"
-                or (kl.placement == "reward" and kl.behaviour == "actor")
-            )
-        else:  # the engine's will do, wherever they are of what was sampled from
-            takes_old = False
-        if kl.placement == "reward" and not takes_old:
-            takes_old = any((arrays["loss_mask"] & ~arrays["comparable"]).any() for arrays in sequences)
+        takes_old = not is_warmup and (
+            not self._actor.is_single_pass(num_attempts)
+            or self._algorithm.off_policy.level != "none"
+            or (kl.placement == "reward" and kl.behaviour == "actor")
+        )
+        if kl.placement == "reward":  # the engine's will do only where they are of what was sampled from
+            takes_old |= any((arrays["loss_mask"] & ~arrays["comparable"]).any() for arrays in sequences)
         takes_reference = kl.placement == "reward" or (kl.placement == "loss" and not is_warmup)
+        chosen = [arrays for arrays in sequences if can_move_actor(arrays, self._algorithm)]
         if takes_old or takes_reference:
             self.phases.enter("score")
         if takes_old:
@@ -233,7 +230,7 @@ class Trainer:
         if kl.placement != "reward":
             return None
         is_sampled = kl.behaviour == "engine" or not is_scored or self.is_warmup
-        return credit.penalise(sequences, self._kl_kind, beta=self.beta, is_sampled=is_sampled)
+        return credit.penalise(sequences, kl, beta=self.beta, is_sampled=is_sampled)
 
     def _estimate(self, critic: ValueModel, samples: Sequence[Sample], sequences: list[TokenArrays]) -> None:
         """Values, advantages and returns of every action."""
@@ -241,88 +238,6 @@ class Trainer:
         at_ends = self._passes.fill_values(critic, sequences)
         truncated = torch.tensor([sample.truncated for sample in samples], dtype=torch.bool)
         credit.estimate_advantages(sequences, at_ends.where(truncated, 0.0), self._algorithm)
-
-    def _policy(self, tally: Tally, *, is_scored: bool) -> Objective:
-        """The actor's objective."""
-        algorithm, signal = self._algorithm, self._passes.signal
-
-        def loss(batch: MicroBatch) -> Tensor:
-            micro_batch = batch.pack
-            with self._passes.autocast():
-                if batch.epoch == 0:
-                    logprobs, entropy = target_logprobs_and_entropy(self.model, micro_batch)
-                else:
-                    logprobs, entropy = target_logprobs(self.model, micro_batch), None
-            mask = signal(micro_batch, "loss_mask")
-            if is_scored:
-                old_logprobs = signal(micro_batch, "old_logprobs")
-            else:
-                old_logprobs = logprobs.detach()
-                if batch.is_own:
-                    micro_batch.scatter(old_logprobs.cpu().numpy(), batch.sequences, "old_logprobs")
-            total, sums = policy_loss(
-                logprobs,
-                old_logprobs,
-                signal(micro_batch, "advantages"),
-                mask,
-                torch.from_numpy(micro_batch.cu_seqlens).to(self._passes.device),
-                kind=algorithm.policy_loss,
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                clip_dual=algorithm.clip_dual,
-                weights=signal(micro_batch, "weights") if self._is_weighted else None,
-                denominator=batch.denominator,
-            )
-            tally.add("actor", sums)
-            if entropy is not None:
-                tally.add("entropy", {"entropy": entropy[mask].double().sum(), "num_tokens": mask.sum()})
-            if algorithm.kl.placement == "loss":
-                divergence, sums = kl_loss(
-                    logprobs,
-                    signal(micro_batch, "ref_logprobs"),
-                    mask,
-                    kind=self._kl_kind,
-                    denominator=batch.num_tokens,
-                )
-                tally.add("kl", sums)
-                total = total + self.beta * divergence
-            return total
-
-        return Objective(loss, lambda batch: weighting.denominator(batch, algorithm), self._is_computed)
-
-    def _values(self, tally: Tally) -> Objective:
-        """The critic's objective: a mean over trainable tokens, whatever the policy's is."""
-        assert self.critic is not None
-        critic, signal, clip = self.critic, self._passes.signal, self._config.critic.value_clip
-
-        def loss(batch: MicroBatch) -> Tensor:
-            with self._passes.autocast():
-                output = target_values(critic, batch.pack)
-            total, sums = value_loss(
-                output.values,
-                signal(batch.pack, "returns"),
-                signal(batch.pack, "loss_mask"),
-                old_values=None if clip is None else signal(batch.pack, "values"),
-                clip=clip,
-                denominator=batch.denominator,
-            )
-            tally.add("critic", sums)
-            if output.balancing_loss is not None:
-                total = total + batch.share * output.balancing_loss
-            return total
-
-        return Objective(loss, num_trainable, lambda arrays: bool(arrays["loss_mask"].any()))
-
-    @property
-    def _is_weighted(self) -> bool:
-        return self._algorithm.off_policy.level != "none" or self._algorithm.reduction == "sequence_mean"
-
-    def _is_computed(self, arrays: TokenArrays) -> bool:
-        """Whether a sequence can move the actor: a token whose advantage is exactly 0 has gradient exactly 0."""
-        mask = arrays["loss_mask"]
-        if self._algorithm.estimator == "gae" or self._algorithm.kl.placement == "loss":
-            return bool(mask.any())
-        return bool((arrays["advantages"][mask] != 0).any())
 
     def _advance(self, learnt: Mapping[str, Learnt], metrics: Mapping[str, float | None], num_rollouts: int) -> None:
         """What the next step goes on from."""

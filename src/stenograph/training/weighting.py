@@ -47,6 +47,11 @@ def correct(sequences: Sequence[TokenArrays], off_policy: OffPolicyConfig, versi
     }
 
 
+def is_weighted(config: AlgorithmConfig) -> bool:
+    """Whether any weight is other than 1."""
+    return config.off_policy.level != "none" or config.reduction == "sequence_mean"
+
+
 def reduce(sequences: Sequence[TokenArrays], config: AlgorithmConfig) -> None:
     """Make weights of a mean over each sequence, where the loss is a mean of those."""
     if config.reduction != "sequence_mean":
