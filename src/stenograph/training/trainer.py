@@ -20,6 +20,7 @@ from stenograph.algorithms.kl import adapted_beta
 from stenograph.config import Config
 from stenograph.training import credit, measuring, weighting
 from stenograph.training.batch import TokenArrays, num_trainable, sequence
+from stenograph.training.credit import Attempt
 from stenograph.training.critic import ValueModel
 from stenograph.training.forward import check_packable
 from stenograph.training.learner import Learner, Learnt
@@ -136,7 +137,7 @@ class Trainer:
         Raises ValueError for a sample without a reward, and for rollouts whose samples disagree.
         """
         started = time.perf_counter()
-        is_warmup, version = self.is_warmup, self.version
+        is_warmup = self.is_warmup
         self.phases.enter("rollout")
         attempts = credit.attempts_of(samples)
         sequences = [sequence(sample) for sample in samples]
@@ -144,7 +145,7 @@ class Trainer:
         if self._training.shuffle_rewards:
             rewards = rewards[torch.from_numpy(self._rng("rewards").permutation(len(rewards)))]
 
-        if self._algorithm.estimator == "gae":
+        if self._algorithm.has_critic:
             credit.place_rewards(attempts, rewards, samples, sequences, self._algorithm)
         else:
             credit.spread_advantages(attempts, rewards, samples, sequences, self._algorithm)
@@ -152,42 +153,32 @@ class Trainer:
         kl_reward = self._penalise(sequences, is_scored=is_scored)
         if self.critic is not None:
             self._estimate(self.critic, samples, sequences)
-        corrected = weighting.correct(sequences, self._algorithm.off_policy, version) if is_scored else {}
+        corrected = weighting.correct(sequences, self._algorithm.off_policy, self.version) if is_scored else {}
         weighting.reduce(sequences, self._algorithm)
 
-        tally, learnt = Tally(), {}
-        if self.critic is not None and self._critic is not None:
-            self.phases.enter("train_critic")
-            objective = value_objective(self.critic, self._passes, self._config.critic.value_clip, tally)
-            learnt["critic"] = self._critic.learn(attempts, sequences, objective, self._rng("critic"), tally)
-        if not is_warmup:
-            self.phases.enter("train_actor")
-            objective = policy_objective(
-                self.model, self._passes, self._algorithm, tally, beta=self.beta, is_scored=is_scored
-            )
-            learnt["actor"] = self._actor.learn(attempts, sequences, objective, self._rng("actor"), tally)
-            if not is_scored:
-                self._passes.ranks.gather(sequences, "old_logprobs")
+        tally = Tally()
+        of_critic = self._train_critic(attempts, sequences, tally)
+        of_actor = Learnt() if is_warmup else self._train_actor(attempts, sequences, tally, is_scored=is_scored)
 
         computed = [arrays for arrays in sequences if can_move_actor(arrays, self._algorithm)]
         metrics = {
-            **measuring.samples(attempts, samples, sequences, version),
+            **measuring.samples(attempts, samples, sequences, self.version),
             **measuring.policies(computed, has_old=is_scored or not is_warmup, has_ref=self._reference is not None),
             **measuring.values(sequences, has_critic=self.critic is not None),
-            **measuring.updates(self.updates, {name: one.grad_norms for name, one in learnt.items()}),
+            **measuring.updates(self.updates, {"actor": of_actor.grad_norms, "critic": of_critic.grad_norms}),
             **tally.metrics(self._passes.ranks),
             **corrected,
             "kl_reward": kl_reward,
             "kl_beta": None if self._reference is None else self.beta,
         }
-        self._advance(learnt, metrics, len(attempts))
+        self._advance(metrics, len(attempts), applied=of_actor.num_updates > 0)
         self.last_batch = sequences
         return StepReport(
-            applied=self.version > version,
+            applied=of_actor.num_updates > 0,
             is_warmup=is_warmup,
-            num_updates=learnt["actor"].num_updates if "actor" in learnt else 0,
-            num_critic_updates=learnt["critic"].num_updates if "critic" in learnt else 0,
-            skipped=tuple(told for one in learnt.values() for told in one.skipped),
+            num_updates=of_actor.num_updates,
+            num_critic_updates=of_critic.num_updates,
+            skipped=(*of_critic.skipped, *of_actor.skipped),
             num_rollouts=len(attempts),
             num_tokens=num_trainable(sequences),
             num_computed_tokens=num_trainable(computed),
@@ -239,10 +230,29 @@ class Trainer:
         truncated = torch.tensor([sample.truncated for sample in samples], dtype=torch.bool)
         credit.estimate_advantages(sequences, at_ends.where(truncated, 0.0), self._algorithm)
 
-    def _advance(self, learnt: Mapping[str, Learnt], metrics: Mapping[str, float | None], num_rollouts: int) -> None:
+    def _train_critic(self, attempts: Sequence[Attempt], sequences: Sequence[TokenArrays], tally: Tally) -> Learnt:
+        if self.critic is None or self._critic is None:
+            return Learnt()
+        self.phases.enter("train_critic")
+        objective = value_objective(self.critic, self._passes, self._config.critic.value_clip, tally)
+        return self._critic.learn(attempts, sequences, objective, self._rng("critic"), tally)
+
+    def _train_actor(
+        self, attempts: Sequence[Attempt], sequences: Sequence[TokenArrays], tally: Tally, *, is_scored: bool
+    ) -> Learnt:
+        self.phases.enter("train_actor")
+        objective = policy_objective(
+            self.model, self._passes, self._algorithm, tally, beta=self.beta, is_scored=is_scored
+        )
+        learnt = self._actor.learn(attempts, sequences, objective, self._rng("actor"), tally)
+        if not is_scored:
+            self._passes.ranks.gather(sequences, "old_logprobs")
+        return learnt
+
+    def _advance(self, metrics: Mapping[str, float | None], num_rollouts: int, *, applied: bool) -> None:
         """What the next step goes on from."""
         self.num_steps += 1
-        self.version += "actor" in learnt and learnt["actor"].num_updates > 0
+        self.version += applied
         kl = self._algorithm.kl
         measured = metrics["kl_reward"] if kl.placement == "reward" else metrics["kl_loss"]
         if kl.target is not None and measured is not None:
