@@ -276,6 +276,20 @@ class Config(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)  # load_config merges the sources itself, so that errors can name them
 
+    @model_validator(mode="before")
+    @classmethod
+    def _unsupervised(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Tokens that nobody sampled have no ratio, no value and no reward: their loss is another run's."""
+        sections = {"": given} | {f"{name}.": given.get(name) for name in ("algorithm", "training")}
+        for prefix, section in sections.items():
+            for name, value in section.items() if isinstance(section, dict) else ():
+                if name.startswith("sft") or (name in ("estimator", "policy_loss") and value == "sft"):
+                    raise ValueError(
+                        f"{prefix}{name}: supervised fine-tuning is not mixed into reinforcement learning; fine-tune "
+                        "first, and give the checkpoint as model.path"
+                    )
+        return given
+
     @model_validator(mode="after")
     def _shared(self) -> Config:
         """Several processes share a journal and an engine's server."""
