@@ -12,6 +12,7 @@ ROOT = Path(stenograph.__file__).parent
 # Each package may import those before it. Parts that share a line do not import one another.
 LAYERS = [
     {"types", "errors"},
+    {"config_training"},
     {"config", "imports", "processes"},
     {"config_loading", "models"},
     {"rendering"},

@@ -97,12 +97,12 @@ def place_rewards(
             sequences[n]["rewards"][actions[-1:]] += reward
 
 
-def kl_kind(config: KLConfig) -> KLKind:
+def kl_kind(kl_config: KLConfig) -> KLKind:
     """The estimator of the divergence: in the reward it needs no gradient, and k1 is the unbiased one."""
-    return config.kind or ("k2" if config.placement == "loss" else "k1")
+    return kl_config.kind or ("k2" if kl_config.placement == "loss" else "k1")
 
 
-def penalise(sequences: Sequence[TokenArrays], config: KLConfig, *, beta: float, is_sampled: bool) -> float:
+def penalise(sequences: Sequence[TokenArrays], kl_config: KLConfig, *, beta: float, is_sampled: bool) -> float:
     """Subtract what it costs to move away from the reference from the rewards of trainable tokens.
 
     Elsewhere an action was not drawn from the policy's softmax, and has no divergence. `is_sampled`: by the
@@ -113,7 +113,7 @@ def penalise(sequences: Sequence[TokenArrays], config: KLConfig, *, beta: float,
     if is_sampled:
         old = torch.where(flat(sequences, "comparable"), flat(sequences, "rollout_logprobs"), old)
     mask = flat(sequences, "loss_mask")
-    estimates = kl(old, flat(sequences, "ref_logprobs"), kind=kl_kind(config))
+    estimates = kl(old, flat(sequences, "ref_logprobs"), kind=kl_kind(kl_config))
     spread(penalised_rewards(flat(sequences, "rewards"), estimates, mask, beta=beta), sequences, "rewards")
     return masked_mean(estimates, mask).item()
 
