@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from stenograph.config_training import OptimizerConfig
 from stenograph.training.schedules import schedule
@@ -60,6 +61,7 @@ def configs(draw: st.DrawFn) -> OptimizerConfig:
 
 
 @given(configs(), st.integers(0, 30))
+@example(OptimizerConfig(lr=0.01, lr_min=0.001, lr_schedule="linear"), 3)  # 0.001 + (0.01 - 0.001) is not 0.01
 def test_rises_in_the_warm_up_falls_after_it_and_holds_past_the_end(config: OptimizerConfig, num_updates: int) -> None:
     peak = max(1, config.lr_warmup)
     values = rates(config, num_updates, max(peak, num_updates) + 4)
@@ -90,5 +92,6 @@ def test_begins_anywhere_with_the_rate_that_the_steps_lead_to(
 
 def test_every_group_of_an_optimizer_follows() -> None:
     groups = torch.optim.AdamW([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (1.0, 9.0)])
+    LambdaLR(groups, lambda _: 3.0)  # as a state may have it that was loaded
     schedule(groups, OptimizerConfig(lr=0.5), 3)
     assert [group["lr"] for group in groups.param_groups] == [0.5, 0.5]

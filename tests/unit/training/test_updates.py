@@ -174,6 +174,8 @@ def test_a_resumed_run_has_the_rates_and_weights_of_the_uninterrupted(
         assert resumed.lr == updates.lr
         assert update(other, resumed, seed) == update(network, updates, seed)
         assert equal(everything(other, resumed), everything(network, updates))
+    resumed.skip("every advantage is 0")
+    assert resumed.skipped == {**updates.skipped, "every advantage is 0": 1}
 
     moments = [value for entry in saved[1]["state"] for value in entry.values()]
     assert equal(moments, [value for entry in before[1]["state"] for value in entry.values()])  # what was read stays
