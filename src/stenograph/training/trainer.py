@@ -64,10 +64,11 @@ class Trainer:
         self.critic = critic
         self._reference = reference
         self._passes = Passes(config.training, device, Ranks(process_group))
-        self._actor = Learner("actor", model, config.training, config.training.steps, self._passes)
+        num_steps, warmup = config.training.steps, config.critic.warmup_steps
+        self._actor = Learner("actor", model, config.training, max(1, num_steps - warmup), self._passes)
         self._critic: Learner | None = None
         if critic is not None:
-            self._critic = Learner("critic", critic.eval(), config.critic, config.training.steps, self._passes)
+            self._critic = Learner("critic", critic.eval(), config.critic, num_steps, self._passes)
         if reference is not None:
             reference.eval().requires_grad_(False)
         self.phases = self._begin_phases()
