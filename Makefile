@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo learn test test-slow test-extra test-clients ci-tools clients check format clean
+.PHONY: setup demo learn learn-ppo test test-slow test-extra test-clients ci-tools clients check format clean
 
 setup: $(INSTALLED)
 
@@ -21,6 +21,9 @@ demo: setup
 
 learn: setup
 	$(BIN)/python examples/arithmetic/learn.py
+
+learn-ppo: setup
+	$(BIN)/python examples/arithmetic/learn.py --only PPO
 
 # A worker per core, a file at a time; more threads than that would only get in each other's way.
 test: setup

@@ -1,6 +1,8 @@
-"""Learning shown: three seeds and a control, the same held-out tasks before and after; writes docs/learning.md.
+"""Learning shown: GRPO and PPO, three seeds each and a control, the same held-out tasks before and after.
 
-python examples/arithmetic/learn.py [--steps N] [--only NAME]...
+python examples/arithmetic/learn.py [--steps N] [--only ALGORITHM]...
+
+Writes docs/learning.md and its picture once every run is there; a finished run is not repeated.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-CONFIG = HERE / "config.toml"
+CONFIGS = {"GRPO": HERE / "config.toml", "PPO": HERE.parent / "ppo_arithmetic.toml"}
 CASES = {
-    "seed 1": ["training.seed=1", "tasks.seed=1"],
-    "seed 2": ["training.seed=2", "tasks.seed=2"],
-    "seed 3": ["training.seed=3", "tasks.seed=3"],
-    "control": ["training.seed=1", "tasks.seed=1", "training.shuffle_rewards=true"],
+    **{f"{algorithm} seed {n}": [f"training.seed={n}", f"tasks.seed={n}"] for algorithm in CONFIGS for n in (1, 2, 3)},
+    "GRPO control": ["training.seed=1", "tasks.seed=1", "training.shuffle_rewards=true"],
 }
-GAIN, DRIFT = 0.3, 0.1
+GAIN, DRIFT, EXPLAINED = 0.3, 0.1, 0.2
+
+Rows = list[dict[str, Any]]
 
 
 def settings(steps: int) -> list[str]:
@@ -38,95 +40,174 @@ def settings(steps: int) -> list[str]:
     ]
 
 
-def run(name: str, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """One run's rows; a finished run is not repeated."""
-    if not (folder / "summary.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        command = [str(Path(sys.executable).parent / "steno"), "train", str(CONFIG), "--run-dir", str(folder)]
-        command += [word for setting in [*settings(steps), *CASES[name]] for word in ("--set", setting)]
-        print(f"{name}: {' '.join(command)}", flush=True)
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+def run(name: str, steps: int, folder: Path) -> None:
+    config = CONFIGS[name.partition(" ")[0]]
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [str(Path(sys.executable).parent / "steno"), "train", str(config), "--run-dir", str(folder)]
+    command += [word for setting in [*settings(steps), *CASES[name]] for word in ("--set", setting)]
+    print(f"{name}: {' '.join(command)}", flush=True)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def is_finished(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.exists() and json.loads(summary.read_bytes())["status"] == "completed"
+
+
+def rows_of(folder: Path) -> Rows:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
 
 
-def held_out(rows: list[dict[str, Any]]) -> tuple[float, float]:
+def steps_of(rows: Rows) -> Rows:
+    return [row for row in rows if "reward_mean" in row]
+
+
+def change(rows: Rows) -> tuple[float, float]:
     """Success before and after, on 64 tasks x 4 attempts."""
     values = [row["eval_reward_mean"] for row in rows if "eval_reward_mean" in row]
     return values[0], values[-1]
 
 
-def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def explained(rows: Rows) -> list[float]:
+    """The critic's explained variance, of the steps whose returns vary."""
+    return [row["explained_variance"] for row in steps_of(rows) if row.get("explained_variance") is not None]
+
+
+def last_third(values: list[float]) -> float:
+    last = values[-max(1, len(values) // 3) :]
+    return sum(last) / len(last)
+
+
+def draw(results: dict[str, Rows], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(11, 4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    rewards, values = figure.subplots(1, 2)
+    colours = {"GRPO": "tab:blue", "PPO": "tab:orange"}
     for name, rows in results.items():
-        points = [(row["step"], row["reward_mean"]) for row in rows if "reward_mean" in row]
-        axes.plot(*zip(*points, strict=True), marker="o", linestyle="--" if name == "control" else "-", label=name)
-    axes.set(
-        xlabel="step", ylabel="mean reward of a step's 32 attempts", title="SmolLM2-135M learns to use a calculator"
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
+        algorithm = name.partition(" ")[0]
+        style = {"color": colours[algorithm], "linestyle": ":" if "control" in name else "-", "marker": "."}
+        tokens, total = [], 0
+        for row in steps_of(rows):
+            total += row["num_sampled_tokens"]
+            tokens.append(total)
+        shown = name.partition(" seed")[0]
+        label = shown if "control" in name or name.endswith(" 1") else None
+        rewards.plot(tokens, [row["reward_mean"] for row in steps_of(rows)], label=label, **style)
+        if algorithm == "PPO":
+            known = [
+                (row["step"], row["explained_variance"])
+                for row in steps_of(rows)
+                if row["explained_variance"] is not None
+            ]
+            values.plot(*zip(*known, strict=True), label=name, marker=".")
+    rewards.set(xlabel="sampled tokens", ylabel="mean reward of a step's 32 attempts", title="reward")
+    values.set(xlabel="step", title="the critic's explained variance", ylim=(-1, 1))
+    for axes in (rewards, values):
+        axes.grid(alpha=0.3)
+        axes.legend()
     figure.savefig(path)
 
 
-def report(results: dict[str, list[dict[str, Any]]], steps: int) -> tuple[str, bool]:
-    lines = ["| run | held out before | after | change | training reward by step |", "| --- | --- | --- | --- | --- |"]
-    changes = {}
+def table(results: dict[str, Rows]) -> str:
+    lines = [
+        "| run | held out before | after | change | sampled tokens | training reward by step |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for name, rows in results.items():
-        before, after = held_out(rows)
-        changes[name] = after - before
-        curve = " ".join(f"{row['reward_mean']:.2f}" for row in rows if "reward_mean" in row)
-        lines.append(f"| {name} | {before:.3f} | {after:.3f} | {after - before:+.3f} | {curve} |")
-    gains = sum(change >= GAIN for name, change in changes.items() if name != "control")
-    good = gains >= 2 and abs(changes.get("control", 0.0)) <= DRIFT
-    verdict = f"{gains} of {sum(name != 'control' for name in changes)} seeds gained at least {GAIN} on held-out tasks"
-    if "control" in changes:
-        verdict += f"; the control changed by {changes['control']:+.3f} (allowed: {DRIFT} either way)"
-    return TEXT.format(
-        table="\n".join(lines), verdict=verdict, steps=steps, settings=" ".join(settings(steps)[:5])
-    ), good
+        before, after = change(rows)
+        tokens = sum(row["num_sampled_tokens"] for row in steps_of(rows))
+        curve = " ".join(f"{row['reward_mean']:.2f}" for row in steps_of(rows))
+        lines.append(f"| {name} | {before:.3f} | {after:.3f} | {after - before:+.3f} | {tokens} | {curve} |")
+    return "\n".join(lines)
+
+
+def explained_table(results: dict[str, Rows]) -> str:
+    lines = ["| run | explained variance by step | last third |", "| --- | --- | --- |"]
+    for name, rows in results.items():
+        if values := explained(rows):
+            shown = " ".join(f"{value:.2f}" for value in values)
+            lines.append(f"| {name} | {shown} | {last_third(values):.2f} |")
+    return "\n".join(lines)
+
+
+def verdict(results: dict[str, Rows]) -> tuple[str, bool]:
+    """What the runs show, and whether it is what is promised."""
+    told, good = [], True
+    changes = {name: after - before for name, rows in results.items() for before, after in [change(rows)]}
+    for algorithm in CONFIGS:
+        gains = [gain for name, gain in changes.items() if name.startswith(f"{algorithm} seed")]
+        if gains:
+            told.append(f"{algorithm}: {sum(g >= GAIN for g in gains)} of {len(gains)} seeds gained at least {GAIN}")
+            good &= sum(g >= GAIN for g in gains) >= 2
+    ends = [last_third(values) for rows in results.values() if (values := explained(rows))]
+    if ends:
+        enough = sum(end > EXPLAINED for end in ends)
+        told.append(f"in {enough} of {len(ends)} the critic explains more than {EXPLAINED} in the last third")
+        good &= enough >= 2
+    if "GRPO control" in changes:
+        drift = changes["GRPO control"]
+        told.append(f"the control changed by {drift:+.3f} (allowed: {DRIFT} either way)")
+        good &= abs(drift) <= DRIFT
+    return "; ".join(told), good
 
 
 TEXT = """# Learning, shown
 
-`make learn` runs three seeds and a control, and writes this page.
+`make learn` makes these runs and writes this page; `make learn-ppo` makes those of PPO alone.
 
 The task is `examples/arithmetic`: three-digit `+ - *` for SmolLM2-135M-Instruct, which cannot do it in its head, with
-a calculator tool. GRPO, 4 tasks x 8 attempts a step, {steps} steps, AdamW 1e-5, float32 on CPU. Success is measured on
-64 held-out tasks x 4 attempts at temperature 1, before the first step and after the last. The control has the rewards
-of each step shuffled over its attempts: the same optimizer and as many tokens, but nothing to learn.
+a calculator tool. 4 tasks x 8 attempts a step, {steps} steps, AdamW 1e-5 for the actor, float32 on CPU. GRPO runs
+`examples/arithmetic/config.toml`, PPO with a learned critic `examples/ppo_arithmetic.toml`, at as many attempts a step.
+Success is measured on 64 held-out tasks x 4 attempts at temperature 1, before the first step and after the last. The
+control has the rewards of each step shuffled over its attempts: the same optimizer, but nothing to learn.
 
 {table}
 
 {verdict}.
 
-![reward by step](learning.png)
+![reward and explained variance](learning.png)
+
+How much of the variance of the returns the critic explained before each step's updates:
+
+{explained}
 
 ```
 python examples/arithmetic/learn.py --steps {steps}
 ```
 
-It runs `steno train` with `examples/arithmetic/config.toml` and `{settings}`, the agent as a
-coroutine (`agent.py:attempt`) in place of a process per attempt, and the seeds of the table.
+Each run is `steno train` with {settings},
+the agent a coroutine (`agent.py:attempt`) in place of a process per attempt, and the seeds of the table.
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--only", action="append", choices=CASES, help="run these cases alone")
+    parser.add_argument("--only", action="append", choices=CONFIGS, help="run this algorithm alone")
     arguments = parser.parse_args()
     folder = ROOT / "runs" / f"learn-{arguments.steps}"
-    names = arguments.only or list(CASES)
-    results = {name: run(name, arguments.steps, folder / name.replace(" ", "-")) for name in names}
-    text, good = report(results, arguments.steps)
-    draw(results, ROOT / "docs" / "learning.png")
-    (ROOT / "docs" / "learning.md").write_text(text)
-    print(text)
+    folders = {name: folder / name.replace(" ", "-") for name in CASES}
+    for name, where in folders.items():
+        asked = not arguments.only or name.partition(" ")[0] in arguments.only
+        if asked and not is_finished(where):
+            run(name, arguments.steps, where)
+    results = {name: rows_of(where) for name, where in folders.items() if is_finished(where)}
+    told, good = verdict(results)
+    print(f"{table(results)}\n\n{explained_table(results)}\n\n{told}")
+    if len(results) == len(CASES):
+        set_to = ", ".join(f"`{setting}`" for setting in settings(arguments.steps)[:5])
+        text = TEXT.format(
+            table=table(results),
+            explained=explained_table(results),
+            verdict=told,
+            steps=arguments.steps,
+            settings=set_to,
+        )
+        (ROOT / "docs" / "learning.md").write_text(text)
+        draw(results, ROOT / "docs" / "learning.png")
     return 0 if good else 1
 
 
