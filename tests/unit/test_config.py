@@ -117,7 +117,10 @@ def test_our_own_environment_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> N
         ("[algorithm.kl]\nplacement = 'loss'\nkind = 'k1'\n", r"expected gradient of 0 in the loss; use \"k2\""),
         ("[algorithm.off_policy]\nhigh = 3\n", r"nothing reads high; set level = \"token\""),
         ("[training]\nlr_min = 1\n", r"lr_min = 1.0 is above lr = 1e-05"),
-        ("[engine]\nweights = 'copy'\n[training]\noffload = true\n[rollouts]\nmax_staleness = 1\n", r"gives the device to one model at a time"),
+        (
+            "[engine]\nweights = 'copy'\n[training]\noffload = true\n[rollouts]\nmax_staleness = 1\n",
+            r"gives the device to one model at a time",
+        ),
         ("[agent]\ncommand = 'python agent.py'\n", r"agent\.command: .*tuple"),
         ("[agent\n", r"config\.toml is not TOML"),
     ],

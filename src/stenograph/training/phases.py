@@ -12,6 +12,7 @@ from torch import nn
 from stenograph.errors import CheckpointError
 from stenograph.training.updates import Updates
 
+Place = Callable[[str, bool], None]  # (part, whether it belongs on the device)
 Phase = Literal["rollout", "score", "value", "train_critic", "train_actor", "publish"]
 
 # What is computed in a phase, and by which parts.
@@ -48,7 +49,7 @@ class Phases:
 
     def __init__(
         self,
-        place: Callable[[str, bool], None],
+        place: Place,
         *,
         offload: bool,
         parts: Iterable[str],
@@ -99,9 +100,7 @@ class Phases:
             self.resident |= {part}
 
 
-def mover(
-    device: str | torch.device, modules: Mapping[str, nn.Module], updates: Mapping[str, Updates]
-) -> Callable[[str, bool], None]:
+def mover(device: str | torch.device, modules: Mapping[str, nn.Module], updates: Mapping[str, Updates]) -> Place:
     """The placement of `Phases` between `device` and main memory; where both are the same nothing moves.
 
     `modules` and `updates` are by model: the part "critic_optimizer" is the moments of `updates["critic"]`. Parameters

@@ -26,7 +26,7 @@ from stenograph.training.forward import check_packable
 from stenograph.training.learner import Learner, Learnt
 from stenograph.training.objectives import can_move_actor, policy_objective, value_objective
 from stenograph.training.passes import Passes
-from stenograph.training.phases import Phases, mover
+from stenograph.training.phases import Phases, Place, mover
 from stenograph.training.ranks import Ranks
 from stenograph.training.report import StepReport, Tally
 from stenograph.training.updates import Updates
@@ -51,7 +51,9 @@ class Trainer:
         critic: ValueModel | None = None,
         reference: PreTrainedModel | None = None,
         process_group: dist.ProcessGroup | None = None,
+        place: Place | None = None,
     ) -> None:
+        """`place` moves models and moments for `training.offload`; default: between the device and main memory."""
         check_packable(model)
         _check_models(config, critic, reference)
         self._config = config
@@ -71,7 +73,7 @@ class Trainer:
             self._critic = Learner("critic", critic.eval(), config.critic, num_steps, self._passes)
         if reference is not None:
             reference.eval().requires_grad_(False)
-        self.phases = self._begin_phases()
+        self.phases = self._begin_phases(place)
         self.num_steps = 0
         self.version = 0  # of the policy: steps that changed the actor
         self.beta = self._algorithm.kl.beta
@@ -268,7 +270,7 @@ class Trainer:
         """For one kind of random choice in this step."""
         return np.random.default_rng([self._training.seed, self.num_steps, _CHOICES.index(choice)])
 
-    def _begin_phases(self) -> Phases:
+    def _begin_phases(self, place: Place | None) -> Phases:
         models = {"actor": self.model, "critic": self.critic, "reference": self._reference}
         modules = {name: model for name, model in models.items() if model is not None}
         optimizers = [f"{name}_optimizer" for name in self.updates]
@@ -277,7 +279,7 @@ class Trainer:
             for module in modules.values():
                 torch.nn.Module.to(module, self._passes.device)  # in place; transformers' own wrapper hides the types
         return Phases(
-            mover(self._passes.device, modules, self.updates),
+            place or mover(self._passes.device, modules, self.updates),
             offload=offload,
             parts=[*modules, *optimizers],
             engine_shares_weights=engine.kind == "local" and engine.weights == "shared",
