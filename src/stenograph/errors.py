@@ -74,6 +74,14 @@ class TraceError(RolloutError):
     """A turn could not be recorded or read back."""
 
 
+class TooManyRewards(TraceError):
+    """More turns were given a reward than a session has."""
+
+    def __init__(self, num_rewards: int, num_turns: int) -> None:
+        told = f"{num_rewards} turn rewards were given, and the session has {num_turns} turns"
+        super().__init__(f"{told}; give at most one a turn, in the order in which they were committed")
+
+
 class UnknownSession(TraceError):
     """No session has this id, or it was released."""
 

@@ -168,8 +168,9 @@ def _session_rows(run: Path, name: str) -> list[dict[str, Any]]:
             mask = sample.loss_mask[span.start : span.end]
             trained[span.turn] = trained.get(span.turn, mask) | mask
     every = selected(record.tree, _EVERY)
+    samples = flatten(record.id, record.tree, every, record.reward, record.turn_rewards, record.opening.metadata)
     rows = []
-    for sample in flatten(record.id, record.tree, every, record.reward, record.opening.metadata):
+    for sample in samples:
         loss_mask = np.zeros_like(sample.loss_mask)
         for span in sample.turns:
             mask = trained.get(span.turn, EMPTY)
@@ -232,7 +233,8 @@ def _turn_line(row: dict[str, Any], span: dict[str, Any], number: int) -> Text:
     logprobs, mask = row["rollout_logprobs"][here], row["loss_mask"][here]
     mean = sum(logprobs) / max(len(logprobs), 1)
     told = f"turn {number}: {len(logprobs)} tokens, {sum(mask)} trainable, ended by {span['ended_by']}, "
-    return Text(told + f"mean logprob {mean:.3f}", style="bold")
+    told += f"mean logprob {mean:.3f}" + (f", reward {_shown(span['reward'])}" if span["reward"] is not None else "")
+    return Text(told, style="bold")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -34,7 +34,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an agent program left behind; the judge's input."""
+    """What an agent program left behind; the judge's input.
+
+    `num_turns` are those that its session had when the agent ended; a call in flight then may still become one.
+    """
 
     answer: str | None
     exit_code: int | None
@@ -42,14 +45,20 @@ class Outcome:
     stderr: str
     workdir: str
     seconds: float
+    num_turns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A reward and the named parts that it was made of."""
+    """A reward and the named parts that it was made of.
+
+    `turn_rewards` are beside it: the n-th is that of the session's n-th turn, in the order in which they were
+    committed. Turns beyond have none.
+    """
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +198,7 @@ class TurnSpan:
     """Where one turn's output lies in a sample: ids[start:end].
 
     The last turn of a sample that was cut for its length has `ended_by` "length", wherever the cut fell.
+    `reward` is the same in every sample that holds the turn; None where it was given none.
     """
 
     turn: str
@@ -252,4 +262,5 @@ class Rollout:
     status: RolloutStatus
     error: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()  # as the judge gave them
     seconds: float = 0.0

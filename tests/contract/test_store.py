@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stenograph.errors import TraceError
+from stenograph.config import SelectConfig
+from stenograph.errors import TooManyRewards, TraceError
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.session import Disposition, Opening
 from stenograph.traces.sqlite import SqliteTraceStore
@@ -122,6 +123,52 @@ def test_a_sealed_session_takes_nothing_and_a_failed_commit_leaves_nothing(store
     assert (info.state, info.num_turns, info.num_tokens, info.reward, info.status) == ("sealed", 1, 1, 1.0, "completed")
     assert info.policy_versions == (0, 0)
     assert store.drift("s") == []
+
+
+def rewards(store: TraceStore, select: SelectConfig | None = None) -> list[list[float | None]]:
+    """Of the turns of each branch."""
+    samples = store.samples("s", select or SelectConfig(unadopted="keep"))
+    return [[span.reward for span in sample.turns] for sample in samples]
+
+
+def test_turn_rewards_follow_the_order_of_the_commits_and_stand_on_every_branch(store: TraceStore) -> None:
+    root, other, on, late = (make_turn([n], [n, n]) for n in range(4))
+    store.commit("s", None, root, other)  # siblings too, in their order
+    store.commit("s", root.id, on)
+    store.commit("s", root.id, late)
+    assert rewards(store) == [[None], [None, None], [None, None]]
+    store.seal("s", 1.0, "completed", [0.1, 1 / 3, -2.0])
+    by_turn = {
+        span.turn: span.reward for one in store.samples("s", SelectConfig(unadopted="keep")) for span in one.turns
+    }
+    assert by_turn == {root.id: 0.1, other.id: 1 / 3, on.id: -2.0, late.id: None}
+    assert rewards(store) == [[1 / 3], [0.1, -2.0], [0.1, None]]
+
+
+def test_a_turn_that_a_limit_cuts_keeps_its_reward(store: TraceStore) -> None:
+    store.commit("s", None, make_turn([1], [2, 3, 4]))
+    store.seal("s", turn_rewards=[0.5])
+    assert rewards(store, SelectConfig(max_tokens=2, overlong="truncate")) == [[0.5]]
+
+
+def test_turn_rewards_are_kept_until_others_are_given(store: TraceStore) -> None:
+    first = make_turn([1], [2])
+    store.commit("s", None, first)
+    store.commit("s", first.id, make_turn([3], [4]))
+    for given, kept in (((1.0, 2.0), [1.0, 2.0]), ((), [1.0, 2.0]), ((1.0, 2.0), [1.0, 2.0]), ((3.0,), [3.0, None])):
+        store.seal("s", turn_rewards=given)
+        assert rewards(store) == [kept]
+
+
+def test_more_rewards_than_turns_seal_nothing(store: TraceStore) -> None:
+    store.commit("s", None, make_turn([1], [2]))
+    with pytest.raises(TooManyRewards, match="2 turn rewards were given, and the session has 1 turns; give at most"):
+        store.seal("s", 1.0, "completed", [1.0, 2.0])
+    info = store.get("s")
+    assert (info.state, info.reward, info.status) == ("open", None, None)
+    assert rewards(store) == [[None]]
+    store.seal("s", 0.0, "error")
+    assert (store.get("s").state, rewards(store)) == ("sealed", [[None]])
 
 
 def test_release_takes_any_ids_and_says_which_it_had(store: TraceStore) -> None:

@@ -66,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for sampling in (Sampling(), Sampling(temperature=0.0))
         ]
         store.commit(session, calling.id, *answers)
-        store.seal(session, reward=float(n % 2), status="completed")
+        store.seal(session, reward=float(n % 2), status="completed", turn_rewards=[n / 7, -1.0])
         if n < 3:
             store.settle(session, Disposition("trained"))
             store.release([session])

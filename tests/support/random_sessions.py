@@ -64,14 +64,14 @@ def fill(store: TraceStore, session: str, chance: random.Random, num_calls: int 
         if chance.random() < 0.1:
             store.settle(session, Disposition("trained"), chance.choice(SELECTS))
     if ends and chance.random() < 0.7:
-        store.seal(session, 0.25, "completed")
+        store.seal(session, 0.25, "completed", [n / 3 for n in range(chance.randrange(len(turns) + 1))])
         store.settle(session, chance.choice([Disposition("trained"), Disposition("dropped", "step_skipped")]))
 
 
 def everything(store: TraceStore, session: str) -> dict[str, Any]:
     """All that a store says of a session, as values that can be compared."""
     tree = store.tree(session)
-    others = [flatten("s", tree, selected(tree, select), None, {}) for select in SELECTS]
+    others = [flatten("s", tree, selected(tree, select), None, {}, {}) for select in SELECTS]
     return {
         "info": store.get(session),
         "tree": tree_row(tree, with_ids=False),

@@ -76,7 +76,8 @@ def random_record(session: str, chance: random.Random, select: SelectConfig) -> 
         turns = [_turn(f"{session}.{n}.{i}", asked, chance, routed) for i in range(chance.choice([1, 1, 2, 3]))]
         record.commit(parent, turns)
         parents += [turn.id for turn in turns]
-    record.seal(chance.choice([None, 0.0, 1.25]), chance.choice([None, "completed"]))
+    rewards = [chance.choice([-0.5, 0.0, 1 / 3]) for _ in range(chance.randint(0, len(record.tree.turns)))]
+    record.seal(chance.choice([None, 0.0, 1.25]), chance.choice([None, "completed"]), record.by_turn(rewards))
     if chance.random() < 0.5:
         record.settle(*record.ending(Disposition("trained"), select))
     return record

@@ -42,7 +42,7 @@ def record(run: Path, *sessions: str) -> None:
             turn = make_turn([1, 2], [3, 4], asked=[user("hello")], said="[hi]")
             store.commit(session, None, turn, make_turn([1, 2], [5], asked=[user("hello")]))
             store.commit(session, turn.id, make_turn([6], [7], asked=[user("and?")], sampling=Sampling(temperature=0)))
-            store.seal(session, 1.0, "completed")
+            store.seal(session, 1.0, "completed", [0.25, -1.0])
 
 
 def test_what_a_run_holds_is_text_and_no_markup(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +141,19 @@ def test_all_branches_of_a_session_are_shown_with_what_is_trained(run: Path) -> 
     rows, _ = inspecting.session(run, "s")
     assert [row["ids"].tolist() for row in rows] == [[1, 2, 5], [1, 2, 3, 4, 6, 7]]
     assert [row["loss_mask"].tolist() for row in rows] == [[0, 0, 0], [0, 0, 1, 1, 0, 0]]
+
+
+def test_turns_are_shown_with_the_rewards_that_they_were_given(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    rows, _ = inspecting.session(run, "s")
+    assert [[span["reward"] for span in row["turns"]] for row in rows] == [[-1.0], [0.25, None]]
+    cli.inspect(run, session="s")
+    shown = [line for line in capsys.readouterr().out.splitlines() if "mean logprob" in line]
+    assert [line.partition(", reward ")[2].strip() for line in shown] == ["-1", "0.25", ""]
+    data, _ = inspecting.turn(run, "s", 1, str)
+    assert data["turn"]["reward"] == 0.25
 
 
 def test_a_gateways_record_is_shown_as_a_runs_is(run: Path) -> None:

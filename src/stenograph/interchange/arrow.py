@@ -48,6 +48,7 @@ _TURN = pa.struct(
         "notes": _TEXTS,
         "started_s": pa.float64(),
         "seconds": pa.float64(),
+        "reward": pa.float64(),
     }
 )
 _CALL = pa.struct({"id": _TEXT, "type": _TEXT, "function": pa.struct({"name": _TEXT, "arguments": _TEXT})})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ _ARRAYS = {"ids": np.int32, "loss_mask": np.uint8, "rollout_logprobs": np.float3
 def checked(row: object) -> Row:
     """Raises ConfigError naming the column."""
     try:
-        found = cast("dict[str, Any]", msgspec.convert(_without_nulls(row), Row))
+        found = cast("dict[str, Any]", msgspec.convert(_as_written(row), Row))
     except msgspec.ValidationError as e:
         raise ConfigError(f"{e}; write what docs/interchange.md says stands there") from None
     for column, dtype in _ARRAYS.items():
@@ -27,6 +28,9 @@ def checked(row: object) -> Row:
             raise ConfigError(f"{column} has {num} entries for {len(found['ids'])} ids; give one for each")
     if found["experts"] is not None:
         found["experts"] = _experts(found["experts"], len(found["ids"]))
+    for reward in (found["reward"], *(turn["reward"] for turn in found["turns"])):
+        if reward is not None and not math.isfinite(reward):
+            raise ConfigError(f"a reward is {reward}; give a finite number, or null where there is none")
     return cast("Row", found)
 
 
@@ -43,15 +47,29 @@ def _equal(one: Any, other: Any) -> bool:
     return one == other
 
 
-def _without_nulls(row: object) -> object:
-    """Arrow gives every message all the fields; those that are not there are null."""
-    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+def _as_written(row: object) -> object:
+    """A row as it is written now, whatever it holds otherwise.
+
+    Arrow gives every message all the fields, and those that are not there are null. In files that were exported before
+    turns had rewards, they have none.
+    """
+    if not isinstance(row, dict):
         return row
-    messages = [
-        {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else message
-        for message in row["messages"]
-    ]
-    return {**row, "messages": messages}
+    changed = {name: [change(one) for one in row[name]] for name, change in _CHANGES if isinstance(row.get(name), list)}
+    return row | changed
+
+
+def _without_nulls(message: object) -> object:
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _with_reward(turn: object) -> object:
+    return {"reward": None, **turn} if isinstance(turn, dict) else turn
+
+
+_CHANGES = (("messages", _without_nulls), ("turns", _with_reward))
 
 
 def _array(value: object, dtype: type[np.generic], column: str) -> NDArray[Any]:

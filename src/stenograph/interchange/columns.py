@@ -55,6 +55,7 @@ class TurnRow(TypedDict):
     notes: list[str]
     started_s: float
     seconds: float
+    reward: float | None
 
 
 class ExpertsRow(TypedDict):

@@ -75,6 +75,7 @@ def _turn(span: TurnSpan, turn: Turn) -> TurnRow:
         notes=list(turn.notes),
         started_s=turn.started_s,
         seconds=turn.seconds,
+        reward=span.reward,
     )
 
 

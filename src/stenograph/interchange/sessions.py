@@ -31,6 +31,7 @@ class Session:
     selection: Selection
     reward: float | None
     status: str | None
+    turn_rewards: Mapping[str, float]  # by turn
     passes: Mapping[Payload, Passes]  # what the turns hold by handle alone
 
     def read(self, payload: Payload) -> Passes:
@@ -41,7 +42,7 @@ class Session:
         record = SessionRecord(self.opening)
         for parent, turn in self.commits:
             record.commit(parent, [turn])
-        record.seal(self.reward, self.status)
+        record.seal(self.reward, self.status, self.turn_rewards)
         record.settle({}, self.selection)
         return record
 
@@ -54,7 +55,8 @@ class Session:
         for parent, turn in self.commits:
             journal.commit(record, parent, [turn], None)
             record.commit(parent, [turn])
-        journal.note(record.id, "seal", {"reward": self.reward, "status": self.status}, None)
+        said = {"reward": self.reward, "status": self.status, "turn_rewards": self.turn_rewards}
+        journal.note(record.id, "seal", said, None)
         journal.note(record.id, "settle", settled({}, self.selection), None)
         journal.release([record.id], "all")
         record.tree.release()
@@ -82,7 +84,9 @@ def session_of(rows: Sequence[Row]) -> Session:
     opening = Opening(rows[0]["session"], metadata)
     selection = Selection(tuple(branches), {})
     commits = list(_commits(found))
-    return Session(opening, commits, selection, rows[0]["reward"], rows[0]["status"], found.payloads)
+    return Session(
+        opening, commits, selection, rows[0]["reward"], rows[0]["status"], _turn_rewards(found), found.payloads
+    )
 
 
 def _branch(row: Row) -> Branch:
@@ -90,6 +94,11 @@ def _branch(row: Row) -> Branch:
     spans = row["turns"]
     trains = frozenset(span["turn"] for span in spans if row["loss_mask"][span["start"] : span["end"]].any())
     return Branch(row["branch"], tuple(span["turn"] for span in spans), len(row["ids"]), False, trains)
+
+
+def _turn_rewards(found: _Found) -> dict[str, float]:
+    rewards = {name: sampled.span["reward"] for name, sampled in found.sampled.items()}
+    return {name: reward for name, reward in rewards.items() if reward is not None}
 
 
 # --- what the rows say ----------------------------------------------------------------------------------------------

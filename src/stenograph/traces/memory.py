@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from stenograph.config import SelectConfig
 from stenograph.errors import TraceError, UnknownSession
@@ -55,9 +55,16 @@ class MemoryTraceStore(Reading):
         with self._lock:
             self._held(session).drop(reason, num_tokens)
 
-    def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
+    def seal(
+        self,
+        session: str,
+        reward: float | None = None,
+        status: str | None = None,
+        turn_rewards: Sequence[float] = (),
+    ) -> None:
         with self._lock:
-            self._held(session).seal(reward, status)
+            held = self._held(session)
+            held.seal(reward, status, held.by_turn(turn_rewards))
 
     def settle(self, session: str, disposition: Disposition, select: SelectConfig = DEFAULT) -> None:
         with self._lock:

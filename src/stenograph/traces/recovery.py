@@ -145,7 +145,7 @@ def _drop(record: SessionRecord, held: Mapping[str, Any]) -> None:
 
 
 def _seal(record: SessionRecord, held: Mapping[str, Any]) -> None:
-    record.seal(held["reward"], held["status"])
+    record.seal(held["reward"], held["status"], held.get("turn_rewards", {}))  # older journals have none
 
 
 def _settle(record: SessionRecord, held: Mapping[str, Any]) -> None:

@@ -33,16 +33,28 @@ def mask_reason(sampling: Sampling) -> str | None:
 
 
 def flatten(
-    session: str, tree: TraceTree, selection: Selection, reward: float | None, metadata: Mapping[str, Any]
+    session: str,
+    tree: TraceTree,
+    selection: Selection,
+    reward: float | None,
+    turn_rewards: Mapping[str, float],
+    metadata: Mapping[str, Any],
 ) -> list[Sample]:
-    """One sample per branch of `selection`, oldest first.
+    """One sample per branch of `selection`, oldest first. `turn_rewards` are by turn.
 
     Raises TraceError as `experts.routings` does.
     """
-    return [_sample(session, tree, branch, reward, metadata) for branch in selection.branches]
+    return [_sample(session, tree, branch, reward, turn_rewards, metadata) for branch in selection.branches]
 
 
-def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None, metadata: Mapping[str, Any]) -> Sample:
+def _sample(
+    session: str,
+    tree: TraceTree,
+    branch: Branch,
+    reward: float | None,
+    turn_rewards: Mapping[str, float],
+    metadata: Mapping[str, Any],
+) -> Sample:
     """Flatten the whole of the branch's last turn, then cut everything at one place."""
     turns = [(tree.turn(name), tree.node(name).start) for name in branch.turns]
     ids = tree.path_ids(branch.turns[-1])
@@ -61,7 +73,7 @@ def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None,
         experts = routings(turns)
     except TraceError as e:
         raise TraceError(f"session {session}, branch {branch.number}: {e}") from None
-    spans = [_span(turn, start) for turn, start in turns]
+    spans = [_span(turn, start, turn_rewards.get(turn.id)) for turn, start in turns]
     if branch.truncated:
         spans[-1] = replace(spans[-1], end=branch.length, ended_by="length")
     kept = slice(branch.length)
@@ -82,7 +94,14 @@ def _sample(session: str, tree: TraceTree, branch: Branch, reward: float | None,
     )
 
 
-def _span(turn: Turn, start: int) -> TurnSpan:
-    end = start + len(turn.output_ids)
-    sampling = turn.sampling
-    return TurnSpan(turn.id, start, end, turn.ended_by, sampling.temperature, sampling.top_p, turn.logprobs_mode)
+def _span(turn: Turn, start: int, reward: float | None) -> TurnSpan:
+    return TurnSpan(
+        turn=turn.id,
+        start=start,
+        end=start + len(turn.output_ids),
+        ended_by=turn.ended_by,
+        temperature=turn.sampling.temperature,
+        top_p=turn.sampling.top_p,
+        logprobs_mode=turn.logprobs_mode,
+        reward=reward,
+    )

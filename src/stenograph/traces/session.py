@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stenograph.config import SelectConfig
-from stenograph.errors import TraceError
+from stenograph.errors import TooManyRewards, TraceError
 from stenograph.traces.drift import Drift, explain
 from stenograph.traces.equivalences import NAMES
 from stenograph.traces.matching import Match, Matcher
@@ -96,6 +96,7 @@ class SessionRecord:
     state: State = "open"
     reward: float | None = None
     status: str | None = None
+    turn_rewards: dict[str, float] = field(default_factory=dict)  # by turn
     drift: list[Drift] = field(default_factory=list)
     selection: Selection | None = None  # what its samples were when it was settled
     settled: Ended = field(default_factory=dict)
@@ -136,10 +137,12 @@ class SessionRecord:
         self.dropped[reason] += num_tokens
         self.num_sampled += num_tokens
 
-    def seal(self, reward: float | None, status: str | None) -> None:
+    def seal(self, reward: float | None, status: str | None, turn_rewards: Mapping[str, float]) -> None:
+        """What is given replaces what was given before. `turn_rewards`, by turn, replace all there were."""
         self.state = "sealed"
         self.reward = self.reward if reward is None else reward
         self.status = self.status if status is None else status
+        self.turn_rewards = dict(turn_rewards) or self.turn_rewards
 
     def settle(self, ended: Ended, selection: Selection) -> None:
         """Take note of what `ending` says; the first selection is the one that samples are made from."""
@@ -184,6 +187,13 @@ class SessionRecord:
             opening=self.opening,
         )
 
+    def by_turn(self, turn_rewards: Sequence[float]) -> dict[str, float]:
+        """Rewards of the first turns that were committed, by turn. Raises TooManyRewards."""
+        turns = self.tree.turns
+        if len(turn_rewards) > len(turns):
+            raise TooManyRewards(len(turn_rewards), len(turns))
+        return dict(zip(turns, turn_rewards, strict=False))
+
     def match(self, conversation: Conversation) -> Match | None:
         return self._matcher.match(self.tree, conversation)
 
@@ -193,7 +203,7 @@ class SessionRecord:
         Raises TraceError as `samples.flatten` does.
         """
         selection = self.selection or selected(self.tree, select)
-        return flatten(self.id, self.tree, selection, self.reward, self.opening.metadata)
+        return flatten(self.id, self.tree, selection, self.reward, self.turn_rewards, self.opening.metadata)
 
     def ledger(self) -> Ledger:
         trained = in_flight = 0

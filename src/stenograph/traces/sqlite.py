@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,11 +143,18 @@ class SqliteTraceStore(Reading):
             record.drop(reason, num_tokens)
             self._note_soon(_Note(session, "drop", {"reason": reason, "num_tokens": num_tokens}))
 
-    def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
+    def seal(
+        self,
+        session: str,
+        reward: float | None = None,
+        status: str | None = None,
+        turn_rewards: Sequence[float] = (),
+    ) -> None:
         with self._lock:
             record = self._held(session)
-            self._note(_Note(session, "seal", {"reward": reward, "status": status}))
-            record.seal(reward, status)
+            by_turn = record.by_turn(turn_rewards)
+            self._note(_Note(session, "seal", {"reward": reward, "status": status, "turn_rewards": by_turn}))
+            record.seal(reward, status, by_turn)
 
     def settle(self, session: str, disposition: Disposition, select: SelectConfig = DEFAULT) -> None:
         with self._lock:

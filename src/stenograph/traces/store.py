@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from stenograph.config import SelectConfig
@@ -56,7 +56,19 @@ class TraceStore(Protocol):
         """Account for tokens that were sampled and are in no turn."""
         ...
 
-    def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None: ...
+    def seal(
+        self,
+        session: str,
+        reward: float | None = None,
+        status: str | None = None,
+        turn_rewards: Sequence[float] = (),
+    ) -> None:
+        """Record nothing any more but what another seal says; what it does not say stays as it was.
+
+        `turn_rewards` are of the session's first turns, in the order of their commits. Raises TooManyRewards where
+        there are more than turns, and has not sealed then.
+        """
+        ...
 
     def samples(self, session: str, select: SelectConfig = DEFAULT, holder: Holder | None = None) -> list[Sample]:
         """The branches that `select` chooses, once settled those that it was settled by, flattened, oldest first.

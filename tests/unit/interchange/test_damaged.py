@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from stenograph.config import SelectConfig
 from stenograph.errors import ConfigError
 from stenograph.interchange import files
+from stenograph.interchange.columns import Row
 from stenograph.interchange.importing import import_run, read_sessions
 from stenograph.traces.session import Opening, SessionRecord
 from support.records import rows_of
@@ -71,6 +72,10 @@ CHANGES: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     "another reply": (lambda rows: rows[1]["messages"][1].update(content="?"), "row 2: column messages"),
     "no mark": (lambda rows: [m.pop("turn", 0) for m in rows[2]["messages"]], "row 3: column messages"),
     "another reward": (lambda rows: rows[1].update(reward=3.0), "row 2: column reward"),
+    "a turn's reward on one branch alone": (
+        lambda rows: rows[1]["turns"][0].update(reward=3.0),
+        "row 2: column turns does not follow",
+    ),
     "another group": (lambda rows: rows[2].update(group_id="g"), "row 3: column group_id"),
     "no turns": (
         lambda rows: rows[2].update(turns=[]),
@@ -133,3 +138,15 @@ def test_a_refused_import_leaves_no_journal(rows: list[dict[str, Any]], tmp_path
     with pytest.raises(ConfigError, match=re.escape("row 3: loss_mask has 2 entries for 1 ids")):
         import_run(write(tmp_path / "file", rows), tmp_path / "run" / "traces.db")
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "file"}
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_finite_number_is_refused(
+    number: float, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    for held in (rows[2], rows[2]["turns"][0]):  # JSON holds none, so that a journal would lose it
+        held["reward"] = number
+        files.write(cast("list[Row]", rows), tmp_path / "file", "parquet")
+        with pytest.raises(ConfigError, match=f"row 3: a reward is {number}; give a finite number, or null"):
+            list(read_sessions(tmp_path / "file"))
+        held["reward"] = None

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets.table import InMemoryTable
 
 from stenograph.config import SelectConfig
 from stenograph.interchange import files
@@ -70,6 +75,7 @@ def test_the_sessions_at_random_have_all_there_is() -> None:
     branches = [b for record, _ in records if record.selection is not None for b in record.selection.branches]
     assert any(branch.truncated for branch in branches)
     assert any(span["start"] == span["end"] for span in spans)
+    assert {span["reward"] for span in spans} == {None, -0.5, 0.0, 1 / 3}
     assert any(names - turns for names, turns in zip(told, held, strict=True)), "a turn that is only told"
     assert any(turns - names for names, turns in zip(told, held, strict=True)), "a turn that is only on the path"
     assert any(not turn.extends for record, _ in records for turn in record.tree.turns.values())
@@ -119,6 +125,28 @@ def test_a_turn_that_a_limit_cut_comes_back_as_it_was_cut(tmp_path: Path) -> Non
     assert row["ids"].tolist() == [1, 2, 3, 4]
     assert (row["turns"][0]["end"], row["turns"][0]["ended_by"]) == (4, "length")
     assert row["messages"][-1]["content"] == "all of it"
+
+
+def without_rewards(path: Path) -> pa.Table:
+    """A Parquet file as it was written before turns had rewards."""
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("turns")
+    kept = pa.struct([field for field in table.schema.field(at).type.value_type.fields if field.name != "reward"])
+    return pa.Table.from_pylist(table.to_pylist(), table.schema.set(at, pa.field("turns", pa.list_(kept))))
+
+
+def test_a_file_of_before_turns_had_rewards_is_read(tmp_path: Path) -> None:
+    rows = rows_at_random(7, 5)
+    files.write(rows, tmp_path / "now", "parquet")
+    older = without_rewards(tmp_path / "now")
+    pq.write_table(older, tmp_path / "parquet")
+    files.write((cast("Row", row) for row in files.read(tmp_path / "parquet")), tmp_path / "jsonl", "jsonl")
+    datasets.Dataset(InMemoryTable(older)).save_to_disk(tmp_path / "hf")
+    for row in rows:
+        row["turns"] = [{**turn, "reward": None} for turn in row["turns"]]
+    for format in FORMATS:
+        assert not any("reward" in turn for row in files.read(tmp_path / format) for turn in row["turns"])
+        assert_equal(rows, imported(tmp_path / format))
 
 
 def test_metadata_that_names_with_numbers_is_text_in_its_columns() -> None:

@@ -40,7 +40,7 @@ def turns(path: Path) -> list[Turn]:
             store.mark("s", [turn.id], "delivered")
         store.commit("other", None, make_turn([1], [2]))
         store.drop("s", "aborted", 7)
-        store.seal("s", 0.5)
+        store.seal("s", 0.5, turn_rewards=[1.0, 2.0, 3.0, 4.0])
         store.settle("s", Disposition("trained"))
     return made
 
@@ -117,6 +117,7 @@ def test_a_damaged_turn_is_set_aside_with_what_goes_on_from_it(
     assert len(lines) == 2
     assert all(line.startswith(f"{path}: turn ") and "of session s is set aside: " in line for line in lines)
     assert [sample.ids.tolist() for sample in record.samples()] == [[10, 10, 11, 12], [40, 40, 41, 42]]
+    assert [sample.turns[0].reward for sample in record.samples()] == [1.0, 4.0]  # each its own, as before
     assert load(path).ledger() == ledger
     assert told(caplog) == []  # it was said
 

@@ -348,6 +348,9 @@ from support.turns import make_turn
 store = SqliteTraceStore(Path({str(path)!r}))
 store.open(Opening("s"))
 store.commit("s", None, make_turn([1], [2]))
+store.open(Opening("sealed"))
+store.commit("sealed", None, make_turn([1], [2]))
+store.seal("sealed", 1.0, "completed", [0.25])
 os.kill(os.getpid(), signal.SIGKILL)
 """
     folder = str(Path(__file__).parents[2])
@@ -356,6 +359,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     with closing(SqliteTraceStore(path)) as store:
         assert [turn.output_ids.tolist() for turn in store.tree("s").turns.values()] == [[2]]
         store.seal("s")
+        store.seal("sealed")
+        assert [span.reward for sample in store.samples("sealed") for span in sample.turns] == [0.25]
     assert list(path.parent.glob("*.lock")) == []
 
 
