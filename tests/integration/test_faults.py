@@ -7,7 +7,7 @@ import gc
 import json
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -95,7 +95,13 @@ class Unmarked(MemoryTraceStore):
     def mark(self, session: str, turns: Iterable[str], state: TurnState) -> None:
         raise OSError("no space left on device")
 
-    def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
+    def seal(
+        self,
+        session: str,
+        reward: float | None = None,
+        status: str | None = None,
+        turn_rewards: Sequence[float] = (),
+    ) -> None:
         raise OSError("no space left on device")
 
 

@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 
 from stenograph.config import SelectConfig
-from stenograph.errors import RequestError
+from stenograph.errors import RequestError, TooManyRewards
 from stenograph.gateway import bodies
 from stenograph.gateway.sessions import Session, Sessions
 from stenograph.traces.export import sample_row, tree_row
@@ -70,13 +70,16 @@ class SessionRoutes:
         return info
 
     async def _seal(self, session: Session, body: dict[str, Any]) -> web.Response:
-        _check_fields(body, "reward", "status")
-        reward, status = body.get("reward"), body.get("status")
+        _check_fields(body, "reward", "status", "turn_rewards")
+        reward, status, turn_rewards = body.get("reward"), body.get("status"), _numbers(body, "turn_rewards")
         if reward is not None and not _is_number(reward):
             raise RequestError(f"reward: must be a number, got {reward!r}")
         if status is not None and not isinstance(status, str):
             raise RequestError(f"status: must be a text, got {status!r}")
-        await self._sessions.seal(session, self._seal_timeout_s, reward, status)
+        try:
+            await self._sessions.seal(session, self._seal_timeout_s, reward, status, turn_rewards)
+        except TooManyRewards as e:
+            raise RequestError(str(e), param="turn_rewards", retry=False) from e
         return _json(self._info(session))
 
     async def _release(self, id: str) -> list[str]:
@@ -120,6 +123,13 @@ def _check_fields(body: dict[str, Any], *known: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numbers(body: dict[str, Any], name: str) -> list[float]:
+    given = body.get(name)
+    if given is not None and not (isinstance(given, list) and all(map(_is_number, given))):
+        raise RequestError(f"{name}: must be a list of numbers, got {given!r:.300}")
+    return [float(number) for number in given or ()]
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -194,14 +194,22 @@ class Sessions:
             raise RequestError(f"{told}; use base_url and api_key of one session", status=403, retry=False)
         return self._own(key)
 
-    async def seal(self, session: Session, timeout_s: float, reward: float | None, status: str | None) -> None:
+    async def seal(
+        self,
+        session: Session,
+        timeout_s: float,
+        reward: float | None,
+        status: str | None,
+        turn_rewards: Sequence[float] = (),
+    ) -> None:
+        """Raises TooManyRewards where there are more than turns: calls are refused then, and it may be sealed again."""
         session.state = "sealed"
         await session.drain(timeout_s)
         session.calls.clear()  # a sealed session repeats nothing
         session.recorded.clear()
         session.seen = Seen()
         self.find(session.id)  # it may have been deleted meanwhile
-        self.store.seal(session.id, reward, status)
+        self.store.seal(session.id, reward, status, turn_rewards)
 
     async def close(self, session: Session) -> list[str]:
         """Abort what is in flight, forget the address and release the record."""

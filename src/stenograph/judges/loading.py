@@ -142,7 +142,7 @@ def _last_line(stdout: str, name: str) -> Judgement:
     try:
         answer = orjson.loads(lines[-1])
         if isinstance(answer, dict):
-            answer = Judgement(answer["reward"], answer.get("parts") or {})
+            answer = Judgement(answer["reward"], answer.get("parts") or {}, answer.get("turn_rewards") or ())
     except (IndexError, ValueError, KeyError) as e:
         told = f"judge {name}: the last line of its stdout must be a number or"
         raise JudgeError(f'{told} {{"reward": x}}, got {lines[-1:]!r:.300}') from e
@@ -153,7 +153,8 @@ def _checked(answer: Any, name: str) -> Judgement:
     judgement = Judgement(answer) if isinstance(answer, Real) else answer  # type: ignore[arg-type]
     with suppress(TypeError, ValueError, OverflowError, AttributeError):
         if isinstance(judgement, Judgement):
-            return Judgement(_finite(judgement.reward), {k: _finite(v) for k, v in judgement.parts.items()})
+            parts = {name: _finite(value) for name, value in judgement.parts.items()}
+            return Judgement(_finite(judgement.reward), parts, _finite_each(judgement.turn_rewards))
     told = "return a finite number, or a Judgement of finite numbers"
     raise JudgeError(f"judge {name} answered {answer!r:.300}; {told}")
 
@@ -162,6 +163,12 @@ def _finite(value: Any) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{value!r} is no finite number")
     return float(value)
+
+
+def _finite_each(values: Any) -> tuple[float, ...]:
+    if not isinstance(values, tuple | list):  # a mapping's keys or a set's members would pass for rewards in order
+        raise TypeError(f"{values!r} is no list of numbers")
+    return tuple(_finite(value) for value in values)
 
 
 def _too_long(name: str, timeout_s: float) -> JudgeError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +12,7 @@ import aiohttp
 import orjson
 
 from stenograph.agents.base import SessionHandle
-from stenograph.errors import RolloutError, boundary
+from stenograph.errors import JudgeError, RolloutError, boundary
 
 
 class GatewayClient:
@@ -41,9 +42,23 @@ class GatewayClient:
         with boundary(RolloutError, "read the session that the gateway opened"):
             return SessionHandle(opened["id"], opened["base_url"], opened["api_key"], self._model)
 
-    async def seal(self, session: str, *, reward: float | None, status: str) -> None:
-        """After this nothing commits any more: what was in flight has ended."""
-        await self._call("POST", f"/sessions/{session}/seal", {"reward": reward, "status": status})
+    async def num_turns(self, session: str) -> int:
+        """How many are recorded by now; of an untraced session, how many were answered."""
+        info = await self._call("GET", f"/sessions/{session}")
+        with boundary(RolloutError, f"read how many turns session {session} has"):
+            return int(info["num_turns"])
+
+    async def seal(
+        self, session: str, *, reward: float | None, status: str, turn_rewards: Sequence[float] = ()
+    ) -> None:
+        """After this nothing commits any more: what was in flight has ended.
+
+        Raises JudgeError where the gateway refuses what was judged, as it does more `turn_rewards` than turns.
+        """
+        judged: dict[str, Any] = {"reward": reward, "status": status}
+        if turn_rewards:
+            judged["turn_rewards"] = turn_rewards
+        await self._call("POST", f"/sessions/{session}/seal", judged, refused=JudgeError)
 
     async def release(self, sessions: Iterable[str]) -> list[str]:
         """Delete sessions; unknown and repeated ids are ignored, and nothing is sent for none. Returns those released.
@@ -60,7 +75,10 @@ class GatewayClient:
                 released += answer["released"]
         return released
 
-    async def _call(self, method: str, path: str, body: object = None) -> Any:
+    async def _call(
+        self, method: str, path: str, body: object = None, *, refused: type[RolloutError] = RolloutError
+    ) -> Any:
+        """Raises `refused` where the body is (400)."""
         if self._client is None:
             raise RolloutError("the gateway client is not open; use it with `async with`")
         with boundary(RolloutError, f"{method} {path} on the gateway"):
@@ -68,5 +86,13 @@ class GatewayClient:
             async with self._client.request(method, self._url + path, data=data) as response:
                 answer = await response.read()
                 if response.status >= 400:
-                    raise RolloutError(f"the gateway answered {response.status} to {method} {path}: {answer[:300]!r}")
+                    error = refused if response.status == 400 else RolloutError
+                    raise error(f"the gateway answered {response.status} to {method} {path}: {_told(answer)}")
             return orjson.loads(answer)
+
+
+def _told(answer: bytes) -> str:
+    """What an error says, or the beginning of whatever came in its place."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(orjson.loads(answer)["error"]["message"])
+    return repr(answer[:300])

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from stenograph.agents.base import Agent, SessionHandle
-from stenograph.errors import RolloutError
+from stenograph.errors import JudgeError, RolloutError
 from stenograph.judges import Judge
 from stenograph.rollouts.client import GatewayClient
 from stenograph.types import Outcome, Rollout, RolloutStatus, Task
@@ -72,7 +72,7 @@ class Attempts:
             async with self._kept(session.id):
                 rollout = await self._scored(rollout, session)
                 if traced:
-                    await self.gateway.seal(session.id, reward=rollout.reward, status=rollout.status)
+                    rollout = await self._sealed(rollout)
                 else:
                     await self.gateway.release([session.id])
         except RolloutError as e:
@@ -97,10 +97,22 @@ class Attempts:
                 status, error = _status(outcome)
                 if status != "completed":
                     return replace(rollout, reward=0.0, status=status, error=error)
-                judgement = await self.judge(rollout.task, outcome)
+                num_turns = await self.gateway.num_turns(session.id)
+                judgement = await self.judge(rollout.task, replace(outcome, num_turns=num_turns))
         except RolloutError as e:
             return _failed(rollout, e)
-        return replace(rollout, reward=judgement.reward, parts=dict(judgement.parts), status=status)
+        parts, turn_rewards = dict(judgement.parts), judgement.turn_rewards
+        return replace(rollout, reward=judgement.reward, parts=parts, turn_rewards=turn_rewards, status=status)
+
+    async def _sealed(self, rollout: Rollout) -> Rollout:
+        """How many turns there are is known for sure once the session takes no more of them."""
+        session, status = rollout.session, rollout.status
+        try:
+            await self.gateway.seal(session, reward=rollout.reward, status=status, turn_rewards=rollout.turn_rewards)
+        except JudgeError as e:
+            rollout = _failed(rollout, e)
+            await self.gateway.seal(session, reward=None, status=rollout.status)
+        return rollout
 
     def _change(self, by: int) -> None:
         self._running += by
@@ -109,7 +121,7 @@ class Attempts:
 
 def _failed(rollout: Rollout, error: RolloutError) -> Rollout:
     told = f"{rollout.error}; {error}" if rollout.error else str(error)
-    return replace(rollout, reward=None, parts={}, status="error", error=told)
+    return replace(rollout, reward=None, parts={}, turn_rewards=(), status="error", error=told)
 
 
 def _status(outcome: Outcome) -> tuple[RolloutStatus, str | None]:

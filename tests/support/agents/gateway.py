@@ -1,4 +1,4 @@
-"""A gateway that only opens, seals and deletes sessions, and remembers what it was told."""
+"""A gateway that only opens, counts, seals and deletes sessions, and remembers what it was told."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ ADMIN_KEY = "admin"
 
 @dataclass
 class FakeGateway:
-    """`failing` holds the actions ("open", "seal", "delete", or that of one session, "delete ID") that answer 500."""
+    """`failing` holds the actions ("open", "get", "seal", "delete", or one session's, "delete ID") that answer 500."""
 
     url: str = ""
     opened: dict[str, dict[str, Any]] = field(default_factory=dict)
     sealed: dict[str, dict[str, Any]] = field(default_factory=dict)
     deleted: list[str] = field(default_factory=list)
     failing: set[str] = field(default_factory=set)
+    num_turns: int = 0  # of every session
 
     async def open(self, request: web.Request) -> web.Response:
         self._admit(request, "open")
@@ -34,6 +35,10 @@ class FakeGateway:
         self._admit(request, "seal")
         self.sealed[request.match_info["id"]] = await request.json()
         return web.json_response({})
+
+    async def get(self, request: web.Request) -> web.Response:
+        self._admit(request, "get")
+        return web.json_response({"num_turns": self.num_turns})
 
     async def delete(self, request: web.Request) -> web.Response:
         self._admit(request, "delete")
@@ -59,6 +64,7 @@ async def fake_gateway() -> AsyncIterator[FakeGateway]:
     gateway = FakeGateway()
     routes = [
         web.post("/sessions", gateway.open),
+        web.get("/sessions/{id}", gateway.get),
         web.post("/sessions/{id}/seal", gateway.seal),
         web.delete("/sessions/{id}", gateway.delete),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -117,11 +118,17 @@ class Full(MemoryTraceStore):
         super().__init__()
         self.refused = 0
 
-    def seal(self, session: str, reward: float | None = None, status: str | None = None) -> None:
+    def seal(
+        self,
+        session: str,
+        reward: float | None = None,
+        status: str | None = None,
+        turn_rewards: Sequence[float] = (),
+    ) -> None:
         if not self.refused:
             self.refused += 1
             raise TraceError("the disk is full")
-        super().seal(session, reward, status)
+        super().seal(session, reward, status, turn_rewards)
 
 
 async def test_an_expiry_that_could_not_be_written_is_tried_again() -> None:

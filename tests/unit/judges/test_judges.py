@@ -26,6 +26,7 @@ from stenograph.types import Judgement
 def number(task, outcome): return np.float32(0.5)
 def boolean(task, outcome): return outcome.answer == task.answer
 def parts(task, outcome): return Judgement(0.75, {"form": 1})
+def by_turn(task, outcome): return Judgement(1.0, turn_rewards=[1, np.float32(0.5), -0.1][:outcome.num_turns])
 async def patient(task, outcome):
     await asyncio.sleep(0.01)
     return 0.25
@@ -41,6 +42,10 @@ def nan(task, outcome): return float("nan")
 def huge(task, outcome): return 10 ** 400
 def bad_reward(task, outcome): return Judgement("1")
 def bad_part(task, outcome): return Judgement(1.0, {"form": "good"})
+def bad_turn(task, outcome): return Judgement(1.0, turn_rewards=(0.5, float("nan")))
+def no_turn(task, outcome): return Judgement(1.0, turn_rewards=(None,))
+def turns_by_number(task, outcome): return Judgement(1.0, turn_rewards={0: 1.0})
+def turns_as_text(task, outcome): return Judgement(1.0, turn_rewards="12")
 not_a_function = 3
 """
 
@@ -61,7 +66,7 @@ def _no_thread_left() -> Iterator[None]:
 
 
 def outcome(answer: str | None = "42", workdir: Path = Path("/")) -> Outcome:
-    return Outcome(answer, 0, "", "", str(workdir), 0.1)
+    return Outcome(answer, 0, "", "", str(workdir), 0.1, num_turns=3)
 
 
 TASK = Task("t", "6 * 7 = ?", "42")
@@ -124,6 +129,7 @@ async def test_a_dataset_scores_by_the_settings_that_made_the_task() -> None:
         ("number", Judgement(0.5)),
         ("boolean", Judgement(1.0)),
         ("parts", Judgement(0.75, {"form": 1.0})),
+        ("by_turn", Judgement(1.0, {}, (1.0, 0.5, -0.1))),
         ("patient", Judgement(0.25)),
     ],
 )
@@ -145,6 +151,10 @@ async def test_a_callable_judges(judges: Path, name: str, expected: Judgement) -
         ("huge", "answered 1000"),
         ("bad_reward", r"answered Judgement\(reward='1'"),
         ("bad_part", "answered Judgement"),
+        ("bad_turn", r"turn_rewards=\(0.5, nan\)"),
+        ("no_turn", r"turn_rewards=\(None,\)"),
+        ("turns_by_number", r"turn_rewards=\{0: 1.0\}"),
+        ("turns_as_text", "turn_rewards='12'"),
     ],
 )
 async def test_what_is_no_reward_is_a_judge_error(judges: Path, name: str, told: str) -> None:
@@ -197,6 +207,14 @@ async def test_a_command_reads_task_and_outcome_and_finds_what_the_agent_left(tm
     assert await command("print(0.5); print()", tmp_path) == Judgement(0.5)
 
 
+async def test_a_command_may_score_each_turn(tmp_path: Path) -> None:
+    code = "import json, sys; num_turns = json.load(sys.stdin)['outcome']['num_turns']; "
+    code += "print(json.dumps({'reward': 1, 'turn_rewards': [n / 7 for n in range(num_turns)]}))"
+    assert await command(code, tmp_path) == Judgement(1.0, {}, (0.0, 1 / 7, 2 / 7))
+    nothing = 'print(\'{"reward": 1, "parts": null, "turn_rewards": null}\')'
+    assert await command(nothing, tmp_path) == Judgement(1.0)
+
+
 async def test_a_command_need_not_read(tmp_path: Path) -> None:
     assert await command("print(1)", tmp_path, Task("t", "?" * 3_000_000)) == Judgement(1.0)
 
@@ -214,6 +232,10 @@ async def test_a_talkative_command_is_heard_to_its_end(tmp_path: Path) -> None:
         ("print('{\"parts\": {}}')", "got"),
         ('print(\'{"reward": "1"}\')', "answered Judgement"),
         ('print(\'{"reward": 1, "parts": [1]}\')', "answered Judgement"),
+        ('print(\'{"reward": 1, "turn_rewards": [1, "2"]}\')', "answered Judgement"),
+        ('print(\'{"reward": 1, "turn_rewards": {"1": 2}}\')', "answered Judgement"),
+        ('print(\'{"reward": 1, "turn_rewards": 2}\')', "answered Judgement"),
+        ('print(\'{"reward": 1, "turn_rewards": [NaN]}\')', "got"),
         ("import sys; print(1); sys.exit('broken')", "exited with 1: broken"),
     ],
 )

@@ -111,7 +111,20 @@ async def test_an_agent_that_cannot_start_leaves_no_reward() -> None:
     assert gateway.sealed[rollout.session] == {"reward": None, "status": "error"}
 
 
-@pytest.mark.parametrize("action", ["open", "seal"])
+async def test_a_judge_knows_how_many_turns_there_are() -> None:
+    async def judge(task: Task, outcome: Outcome) -> Judgement:
+        return Judgement(0.5, {}, tuple(float(n) for n in range(outcome.num_turns)))
+
+    async with attempts(judge=judge) as (runner, gateway):
+        gateway.num_turns = 3
+        rollout = await runner.run(TASK, "g")
+        assert rollout.turn_rewards == (0.0, 1.0, 2.0)
+        assert gateway.sealed[rollout.session]["turn_rewards"] == [0.0, 1.0, 2.0]
+        result = await evaluate(runner, [TASK], 1)  # of what is not recorded too
+    assert (result.reward_mean, result.num_errors) == (0.5, 0)
+
+
+@pytest.mark.parametrize("action", ["open", "get", "seal"])
 async def test_a_gateway_that_fails_leaves_no_reward(action: str) -> None:
     """What could not be sealed may still change: nobody may learn from it."""
     async with attempts() as (runner, gateway):
