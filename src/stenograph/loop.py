@@ -21,7 +21,7 @@ from stenograph.rundir import RunDir
 from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Disposition, Ledger
 from stenograph.traces.store import TraceStore
-from stenograph.training.batch import SIGNALS
+from stenograph.training.batch import MASK_REASONS, SIGNALS
 from stenograph.training.report import StepReport
 from stenograph.training.trainer import Trainer
 from stenograph.types import Rollout, Sample, Task
@@ -170,6 +170,7 @@ class Loop:
         names = [name for name, signal in SIGNALS.items() if signal.recorded]
         arrays = {f"{s.session}/{s.branch}/{name}": signals[name] for s, signals in chosen for name in names}
         if arrays:
+            arrays["mask_reasons"] = np.array(MASK_REASONS)  # what the numbers in mask_reason mean
             self.run.write_arrays(f"tokens/step-{step:06d}.npz", arrays)
 
     def _account(self, batch: Batch) -> Ledger:

@@ -209,6 +209,7 @@ class TurnSpan:
     top_p: float
     logprobs_mode: LogprobsMode
     reward: float | None = None  # the judge's, of this turn alone
+    mask_reason: str | None = None  # why its tokens are not trained here
 
 
 @dataclass(frozen=True, slots=True)

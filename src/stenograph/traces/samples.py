@@ -14,6 +14,8 @@ from stenograph.traces.selection import Branch, Selection
 from stenograph.traces.trace import TraceTree
 from stenograph.types import Sample, Sampling, Turn, TurnSpan
 
+UNSELECTED = "unselected"  # trained in another branch, or of a role that is not trained
+
 
 def mask_reason(sampling: Sampling) -> str | None:
     """Why tokens sampled this way are not trained, or None.
@@ -66,14 +68,14 @@ def _sample(
         for offset, version in turn.versions:  # each up to where the next one writes over it
             versions[start + offset : end] = version
     loss_mask = versions >= 0
-    for turn, start in turns:
-        if turn.id not in branch.trains or mask_reason(turn.sampling) is not None:
-            loss_mask[start : start + len(turn.output_ids)] = False
+    spans = [_span(turn, start, branch, turn_rewards.get(turn.id)) for turn, start in turns]
+    for span in spans:
+        if span.mask_reason is not None:
+            loss_mask[span.start : span.end] = False
     try:
         experts = routings(turns)
     except TraceError as e:
         raise TraceError(f"session {session}, branch {branch.number}: {e}") from None
-    spans = [_span(turn, start, turn_rewards.get(turn.id)) for turn, start in turns]
     if branch.truncated:
         spans[-1] = replace(spans[-1], end=branch.length, ended_by="length")
     kept = slice(branch.length)
@@ -94,7 +96,7 @@ def _sample(
     )
 
 
-def _span(turn: Turn, start: int, reward: float | None) -> TurnSpan:
+def _span(turn: Turn, start: int, branch: Branch, reward: float | None) -> TurnSpan:
     return TurnSpan(
         turn=turn.id,
         start=start,
@@ -104,4 +106,5 @@ def _span(turn: Turn, start: int, reward: float | None) -> TurnSpan:
         top_p=turn.sampling.top_p,
         logprobs_mode=turn.logprobs_mode,
         reward=reward,
+        mask_reason=mask_reason(turn.sampling) or (None if turn.id in branch.trains else UNSELECTED),
     )

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stenograph.traces.samples import UNSELECTED
 from stenograph.types import Sample
 
 
@@ -28,6 +29,7 @@ SIGNALS: dict[str, Signal] = {
     "ids": Signal(np.int32, 0),
     "action_mask": Signal(np.bool_, False),  # sampled, trainable or not
     "loss_mask": Signal(np.bool_, False, recorded=True),
+    "mask_reason": Signal(np.uint8, 0, recorded=True),  # of an action that is not trained: index in MASK_REASONS
     "turn": Signal(np.int32, -1),  # of an action: which of the sample's turns
     "versions": Signal(np.int32, -1),
     "temperature": Signal(np.float32, 1.0),
@@ -41,6 +43,8 @@ SIGNALS: dict[str, Signal] = {
     "returns": Signal(np.float32, 0.0, recorded=True),
     "weights": Signal(np.float32, 1.0),  # of the token's policy loss; 0: rejected
 }
+
+MASK_REASONS = ("", "greedy", "truncated_support", "penalised", "constrained", UNSELECTED)
 
 TokenArrays = dict[str, NDArray[Any]]  # name in SIGNALS -> [tokens]
 
@@ -66,6 +70,7 @@ def sequence(sample: Sample) -> TokenArrays:
     for number, turn in enumerate(sample.turns):
         span = slice(turn.start, turn.end)
         arrays["turn"][span] = number
+        arrays["mask_reason"][span] = MASK_REASONS.index(turn.mask_reason or "")
         # Temperature 0 is the argmax, which has no log-probability of its own: engines report the model's.
         arrays["temperature"][span] = turn.temperature or 1.0
         # Raw ones are the model's, before temperature.

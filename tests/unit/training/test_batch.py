@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from stenograph.training.batch import SIGNALS, num_trainable, sequence
+from stenograph.config import SelectConfig
+from stenograph.traces.samples import flatten
+from stenograph.traces.selection import selected
+from stenograph.traces.trace import TraceTree
+from stenograph.training.batch import MASK_REASONS, SIGNALS, num_trainable, sequence
+from stenograph.types import Sampling
 from support.samples import make_sample
+from support.turns import make_turn
 
 PIECES = [("context", [1, 2]), ("output", [3, 4]), ("context", [5]), ("output", [6])]
 
@@ -26,3 +32,13 @@ def test_a_sequence_is_a_copy() -> None:
     sample = make_sample(PIECES)
     sequence(sample)["ids"][0] = 99
     assert sample.ids[0] == 1
+
+
+def test_tokens_that_are_not_trained_say_why() -> None:
+    tree = TraceTree()
+    greedy = make_turn([1], [2, 3], sampling=Sampling(temperature=0.0))
+    tree.add_siblings([greedy], None)
+    tree.add_siblings([make_turn([4], [5])], greedy.id)
+    (sample,) = flatten("s", tree, selected(tree, SelectConfig()), 1.0, {}, {})
+    reasons = [MASK_REASONS[n] for n in sequence(sample)["mask_reason"]]
+    assert reasons == ["", "greedy", "greedy", "", ""]
