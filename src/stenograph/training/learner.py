@@ -98,15 +98,16 @@ class Learner:
             return
 
         packs = list(self._passes.packs(computed))
-        num_tokens = self._passes.ranks.total(torch.tensor(float(sum(p.num_tokens for p, is_own in packs if is_own))))
+        own_tokens = torch.tensor(sum(pack.num_tokens for pack, is_own in packs if is_own))
+        num_tokens = int(self._passes.ranks.total(own_tokens))
+        tally.num_forward_tokens += num_tokens
         for pack, is_own in packs:
-            share = pack.num_tokens / num_tokens.item() if is_own else 0.0
+            share = pack.num_tokens / num_tokens if is_own else 0.0
             loss = objective.loss(
                 MicroBatch(pack, is_own, computed, share, denominator, num_trainable(minibatch), epoch)
             )
             loss.backward()
             tally.add(self._name, {"loss": loss})
-            tally.num_forward_tokens += pack.num_tokens if is_own else 0
         tally.add(self._name, {"updates": torch.tensor(float(self._passes.ranks.rank == 0))})
         self._passes.ranks.add_gradients(self.updates.parameters)
         applied = self.updates.apply()
