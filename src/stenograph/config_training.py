@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 
 class KLConfig(Section):
-    """What it costs to move away from the model that training began with."""
+    """What it costs to move away from the reference, the model at `model.path`."""
 
     placement: Literal["none", "reward", "loss"] = "none"  # reward: the critic learns it too
     kind: Literal["k1", "k2", "k3", "abs"] | None = None  # default: k1 in the reward, k2 in the loss

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def draw(steps: Sequence[dict[str, Any]], title: str) -> bytes:
-    """A PNG: mean reward by step, held-out success beside it where it was measured."""
+    """A PNG: mean reward by step, held-out success and what a critic explains beside it where they were measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -22,6 +22,11 @@ def draw(steps: Sequence[dict[str, Any]], title: str) -> bytes:
     if held_out:
         xs, ys = [r["step"] for r in held_out], [r["eval_reward_mean"] for r in held_out]
         axes.plot(xs, ys, marker="s", linestyle="--", label="held out")
+    explained = [row for row in trained if row.get("explained_variance") is not None]
+    if explained:
+        xs, ys = [r["step"] for r in explained], [r["explained_variance"] for r in explained]
+        axes.plot(xs, ys, linestyle=":", label="explained variance of the critic")
+        axes.set_ylim(bottom=max(-1.0, axes.get_ylim()[0]))  # a new critic explains less than nothing
     axes.set(xlabel="step", ylabel="mean reward", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
