@@ -1,4 +1,5 @@
-"""Seconds of one training step, SmolLM2-135M's shape with random weights: shared prompts against repeated ones.
+"""Seconds of one training step, SmolLM2-135M's shape with random weights: shared prompts against repeated ones, and PPO
+with a critic, as by default, against GRPO.
 
 Groups of eight samples: a prompt of 350 tokens, then output 30, context 20, output 15. `--quick`: a small model and
 groups of four. One JSON object per row on stdout; `cpu_s` is the time that all threads ran, which a busy machine
@@ -11,12 +12,14 @@ import argparse
 import json
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stenograph.config import Config, TrainingConfig
+from stenograph.config import AlgorithmConfig, Config, TrainingConfig
+from stenograph.training.critic import critic_from_actor
 from stenograph.training.trainer import Trainer
 from stenograph.types import Sample, TurnSpan
 
@@ -68,29 +71,34 @@ def main() -> None:
                 "lr": 1e-6,
             }
         )
-        baseline: tuple[str, float] | None = None
-        for share in (True,) if arguments.shared_only else (False, True):
-            samples = make_samples(arguments.groups, group_size, model_config.vocab_size, share)
-            measured = measure(training, model_config, samples)
+        before: tuple[str, float] | None = None  # the case before, which each is compared with
+        for name in ("shared", "ppo") if arguments.shared_only else ("repeated", "shared", "ppo"):
+            samples = make_samples(arguments.groups, group_size, model_config.vocab_size, share=name != "repeated")
+            measured = measure(training, "gae" if name == "ppo" else "grpo", model_config, samples)
             precision = "float32" if autocast == "none" else autocast
-            case = f"{'shared' if share else 'repeated'}_{precision}@{arguments.groups}x{group_size}"
+            case = f"{name}_{precision}@{arguments.groups}x{group_size}"
             row: dict[str, object] = {
                 "bench": "train",
                 "case": case,
                 "metric": "s_per_step",
                 "value": round(measured.seconds, 3),
             }
-            if baseline is not None:
-                row |= {"baseline": baseline[0], "ratio": round(measured.seconds / baseline[1], 3)}
-            baseline = baseline or (case, measured.seconds)
+            if before is not None:
+                row |= {"baseline": before[0], "ratio": round(measured.seconds / before[1], 3)}
+            before = (case, measured.seconds)
             row |= {"cpu_s": round(measured.cpu_s, 3), "forward_tokens": measured.forward_tokens}
             print(json.dumps(row), flush=True)
 
 
-def measure(training: TrainingConfig, model_config: LlamaConfig, samples: list[Sample]) -> Measured:
+def measure(
+    training: TrainingConfig, estimator: Literal["grpo", "gae"], model_config: LlamaConfig, samples: list[Sample]
+) -> Measured:
     """One step, after a small one that allocates the optimizer's moments."""
     torch.manual_seed(0)
-    trainer = Trainer(LlamaForCausalLM(model_config), Config(training=training))
+    actor = LlamaForCausalLM(model_config)
+    critic = critic_from_actor(actor, seed=0) if estimator == "gae" else None
+    config = Config(training=training, algorithm=AlgorithmConfig(estimator=estimator))
+    trainer = Trainer(actor, config, critic=critic)
     trainer.step(samples[:2])
     cpu = time.process_time()
     report = trainer.step(samples)
