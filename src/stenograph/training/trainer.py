@@ -199,16 +199,17 @@ class Trainer:
 
         Returns whether the actor's were taken.
         """
-        kl = self._algorithm.kl
+        kl, weighs = self._algorithm.kl, self._algorithm.off_policy.level != "none"
         takes_old = not is_warmup and (
             not self._actor.is_single_pass(num_attempts)
-            or self._algorithm.off_policy.level != "none"
+            or weighs
             or (kl.placement == "reward" and kl.behaviour == "actor")
         )
         if kl.placement == "reward":  # the engine's will do only where they are of what was sampled from
             takes_old |= any((arrays["loss_mask"] & ~arrays["comparable"]).any() for arrays in sequences)
         takes_reference = kl.placement == "reward" or (kl.placement == "loss" and not is_warmup)
-        chosen = [arrays for arrays in sequences if can_move_actor(arrays, self._algorithm)]
+        # Whether a token is rejected is asked of those without a gradient too.
+        chosen = [arrays for arrays in sequences if weighs or can_move_actor(arrays, self._algorithm)]
         if takes_old or takes_reference:
             self.phases.enter("score")
         if takes_old:
