@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
 from stenograph.config import AlgorithmConfig, Config, CriticConfig, TrainingConfig
 from stenograph.training.critic import ValueModel, critic_from_actor
@@ -22,6 +23,13 @@ from support.samples import VOCAB, make_sample
 _RANGE = 0.1  # of the weights: log-probabilities near -6, of which float32 has the seventh digit
 
 
+def actor_and_reference(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """What every trainer begins with; they differ a little."""
+    actor, reference = (tiny_model(dtype=dtype, initializer_range=_RANGE) for _ in range(2))
+    perturb(reference, 0.01)
+    return actor, reference
+
+
 def make_trainer(
     algorithm: Mapping[str, Any],
     critic: Mapping[str, Any] | None = None,
@@ -30,11 +38,10 @@ def make_trainer(
     process_group: dist.ProcessGroup | None = None,
     **training: Any,
 ) -> Trainer:
-    """A trainer with the models that `algorithm` asks for; the reference is another one than the actor."""
+    """A trainer with the models that `algorithm` asks for; the critic's head is drawn from seed 1."""
     values = {"lr": 1e-3, "device": "cpu", **training}
     chosen = AlgorithmConfig(**algorithm)
-    actor, reference = (tiny_model(dtype=dtype, initializer_range=_RANGE) for _ in range(2))
-    perturb(reference, 0.01)
+    actor, reference = actor_and_reference(dtype)
     return Trainer(
         actor,
         Config(training=TrainingConfig(**values), algorithm=chosen, critic=CriticConfig(**critic or {})),
@@ -48,7 +55,7 @@ def varied_rollouts(seed: int = 0, *, num_groups: int = 2) -> list[Sample]:
     """Groups of three rollouts, with lengths of their own: at temperature 0.7 with raw log-probabilities, with a second
     branch that goes on from an earlier turn, and cut short after a turn with a reward; each has a masked action."""
     rng = np.random.default_rng(seed)
-    model = tiny_model(initializer_range=_RANGE)
+    model, _ = actor_and_reference()
 
     def ids(low: int, high: int) -> list[int]:
         return rng.integers(0, VOCAB, rng.integers(low, high + 1)).tolist()
@@ -90,7 +97,7 @@ def _varied(sample: Sample, kind: int, rng: np.random.Generator) -> Sample:
     return dataclasses.replace(sample, loss_mask=mask, turns=(first, last), task_id=f"task {kind}")
 
 
-def _as_sampled(model: Any, sample: Sample, rng: np.random.Generator) -> Sample:
+def _as_sampled(model: PreTrainedModel, sample: Sample, rng: np.random.Generator) -> Sample:
     """With the log-probabilities of an engine that differs a little; of what is masked they are no numbers."""
     logprobs = np.zeros(len(sample.ids), np.float32)
     logprobs[1:] = fresh_logprobs(model, sample.ids[:1], sample.ids[1:])

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from stenograph.config import AlgorithmConfig
 from stenograph.types import Sample
-from support.models import fresh_logprobs, tiny_model
+from support.models import fresh_logprobs
 from support.samples import make_sample
-from support.steps import arrays, give_values, make_trainer, numbers, varied_rollouts, weights_of
+from support.steps import actor_and_reference, arrays, give_values, make_trainer, numbers, varied_rollouts, weights_of
 
 GAE = {"estimator": "gae", "whiten": False}
 # What each token's state is worth: 9 where an observation comes next, or nothing does.
@@ -198,7 +198,7 @@ def two_temperatures(mode: Any = "processed") -> Sample:
 
 
 def test_logprobs_and_entropy_are_at_the_temperature_of_each_token() -> None:
-    sample, model = two_temperatures(), tiny_model(initializer_range=0.1)
+    sample, (model, _) = two_temperatures(), actor_and_reference()
     trainer = make_trainer({"estimator": "gae"})
     expected = np.zeros(7, np.float32)
     entropies = []
