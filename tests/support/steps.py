@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -116,13 +117,18 @@ def give_values(critic: ValueModel, value_of: Callable[[Tensor], Tensor]) -> Non
     critic.register_forward_hook(replaced, with_kwargs=True)
 
 
-def forbid_passes(model: torch.nn.Module) -> None:
+@contextmanager
+def without_passes(model: torch.nn.Module) -> Iterator[None]:
     """Let every forward pass of `model` fail."""
 
     def refuse(*_: Any) -> None:
-        raise AssertionError("a forward pass of a model that has nothing to say")
+        raise AssertionError("a forward pass of a model that is not asked")
 
-    model.register_forward_pre_hook(refuse)
+    hook = model.register_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def numbers(report: StepReport) -> dict[str, float]:
