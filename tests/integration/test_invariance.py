@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from stenograph.training.batch import sequence
 from stenograph.training.packing import pack
+from stenograph.training.ranks import Ranks
 from support.ranks import on_ranks
 from support.steps import make_trainer, moments_of, numbers, varied_rollouts
 
@@ -102,6 +104,20 @@ def outcomes(group: dist.ProcessGroup | None, packs: Sequence[int]) -> Outcomes:
     return found
 
 
+def summed_gradients(group: dist.ProcessGroup) -> list[float | None]:
+    """Of three parameters, which both ranks, the second, and neither of them have a gradient for."""
+    ranks = Ranks(group)
+    parameters = [nn.Parameter(torch.zeros(())) for _ in range(3)]
+    for parameter in parameters[: 1 + ranks.rank]:
+        parameter.grad = torch.tensor(1.0 + ranks.rank)
+    ranks.add_gradients(parameters)
+    return [None if parameter.grad is None else parameter.grad.item() for parameter in parameters]
+
+
+def on_a_rank(group: dist.ProcessGroup, packs: Sequence[int]) -> tuple[Outcomes, list[float | None]]:
+    return outcomes(group, packs), summed_gradients(group)
+
+
 def assert_equal(actual: Outcome, expected: Outcome) -> None:
     assert actual.numbers == pytest.approx(expected.numbers, rel=1e-6, abs=1e-6)
     assert actual.moments.keys() == expected.moments.keys()
@@ -137,7 +153,8 @@ def test_packs_change_nothing(max_tokens: int, whole: Outcomes) -> None:
 
 def test_ranks_change_nothing_also_where_one_has_no_share(whole: Outcomes, tmp_path: Path) -> None:
     packs = (10_000, 50)  # of the one pack, the second rank gets nothing
-    first, second = on_ranks(outcomes, [(packs,), (packs,)], tmp_path)
+    (first, gradients), (second, others) = on_ranks(on_a_rank, [(packs,), (packs,)], tmp_path)
+    assert gradients == others == [3.0, 2.0, None]  # nor are weights without a gradient moved by what was before
     alone = outcomes(None, packs[1:]) | whole
     assert first.keys() == second.keys() == alone.keys()
     for key, actual in first.items():

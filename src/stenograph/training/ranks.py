@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +45,15 @@ class Ranks:
             dist.all_reduce(values, group=self._group)
         return values
 
-    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give every rank the sum of all gradients."""
+    def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give every rank the sum of all gradients; a parameter that has none on any rank gets none."""
         if self._group is None:
             return
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self._group)
+        counts = self.total(torch.tensor([float(parameter.grad is not None) for parameter in parameters]))
+        for parameter, count in zip(parameters, counts.tolist(), strict=True):
+            if count:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad, group=self._group)
 
     def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `merge_sums`, over ranks."""
