@@ -16,16 +16,16 @@ def correct(sequences: Sequence[TokenArrays], off_policy: OffPolicyConfig, versi
     """Weigh tokens by how much likelier the trainer's policy makes them than the engine's did; returns metrics.
 
     `version`: the policy's that is trained. Where the engine's log-probabilities are of another distribution than was
-    sampled from, there is no ratio, and the weight is 1.
+    sampled from, nothing is known of the ratio, and it is taken for 1; a sequence's weight and its veto are theirs too.
     """
     if off_policy.level == "none":
         return {}
-    mask = flat(sequences, "loss_mask")
-    comparable = mask & flat(sequences, "comparable")
+    mask, old_logprobs = flat(sequences, "loss_mask"), flat(sequences, "old_logprobs")
+    rollout_logprobs = torch.where(flat(sequences, "comparable"), flat(sequences, "rollout_logprobs"), old_logprobs)
     weights, sums = importance_weights(
-        flat(sequences, "old_logprobs"),
-        flat(sequences, "rollout_logprobs"),
-        comparable,
+        old_logprobs,
+        rollout_logprobs,
+        mask,
         bounds(sequences),
         level=off_policy.level,
         bound=off_policy.bound,
@@ -33,7 +33,6 @@ def correct(sequences: Sequence[TokenArrays], off_policy: OffPolicyConfig, versi
         low=off_policy.low,
         veto=off_policy.veto,
     )
-    weights = torch.where(comparable, weights, torch.ones_like(weights))
     if off_policy.max_staleness is not None:
         weights = weights.masked_fill(mask & (version - flat(sequences, "versions") > off_policy.max_staleness), 0.0)
     spread(weights, sequences, "weights")

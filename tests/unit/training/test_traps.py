@@ -236,6 +236,18 @@ def test_raw_logprobs_at_another_temperature_are_in_no_ratio_and_no_metric() -> 
     assert report.metrics["importance_weight_max"] != 1.0
 
 
+def test_a_veto_rejects_the_tokens_whose_ratio_is_not_known_too() -> None:
+    sample = two_temperatures("raw")
+    processed = dataclasses.replace(sample.turns[0], temperature=1.0, logprobs_mode="processed")
+    sample = at_engine(dataclasses.replace(sample, turns=(processed, sample.turns[1])), [-30.0, 0.0, -1.0, -1.0])
+    for veto, expected in ((1e-9, None), (0.5, [0.0] * 4)):
+        trainer = make_trainer(GAE | {"off_policy": {"level": "token", "veto": veto}})
+        report = trainer.step([sample])
+        weights = np.array(arrays(trainer, "weights"))[0][sample.loss_mask]
+        assert weights.tolist() == (expected or [2.0, weights[1], 1.0, 1.0])
+        assert report.metrics["vetoed_fraction"] == (1.0 if expected else 0.0)
+
+
 @pytest.mark.parametrize("output", [[5], [5, 6, 7, 8]], ids=["one token", "all but the first"])
 def test_a_response_is_predicted_by_what_is_before_it(output: list[int]) -> None:
     trainer = make_trainer(GAE | {"lam": 1.0})
