@@ -156,7 +156,10 @@ class Trainer:
         kl_reward = self._penalise(sequences, is_scored=is_scored)
         if self.critic is not None:
             self._estimate(self.critic, samples, sequences)
-        corrected = weighting.correct(sequences, self._algorithm.off_policy, self.version) if is_scored else {}
+        if is_scored:
+            corrected = weighting.correct(sequences, self._algorithm.off_policy, self.version)
+        else:
+            corrected = dict.fromkeys(weighting.METRICS)
         weighting.reduce(sequences, self._algorithm)
 
         tally = Tally()
@@ -174,7 +177,7 @@ class Trainer:
             "kl_reward": kl_reward,
             "kl_beta": None if self._reference is None else self.beta,
         }
-        self._advance(metrics, len(attempts), applied=of_actor.num_updates > 0)
+        self._advance(metrics, len(attempts), is_warmup=is_warmup, applied=of_actor.num_updates > 0)
         self.last_batch = sequences
         return StepReport(
             applied=of_actor.num_updates > 0,
@@ -253,13 +256,15 @@ class Trainer:
             self._passes.ranks.gather(sequences, "old_logprobs")
         return learnt
 
-    def _advance(self, metrics: Mapping[str, float | None], num_rollouts: int, *, applied: bool) -> None:
+    def _advance(
+        self, metrics: Mapping[str, float | None], num_rollouts: int, *, is_warmup: bool, applied: bool
+    ) -> None:
         """What the next step goes on from."""
         self.num_steps += 1
         self.version += applied
         kl = self._algorithm.kl
         measured = metrics["kl_reward"] if kl.placement == "reward" else metrics["kl_loss"]
-        if kl.target is not None and measured is not None:
+        if kl.target is not None and measured is not None and not is_warmup:  # there the actor is the reference still
             self.beta = adapted_beta(
                 self.beta, measured, target_kl=kl.target, num_rollouts=num_rollouts, horizon=kl.horizon
             )

@@ -11,6 +11,14 @@ from stenograph.algorithms.offpolicy import importance_weights
 from stenograph.config_training import AlgorithmConfig, OffPolicyConfig
 from stenograph.training.batch import TokenArrays, bounds, flat, num_trainable, spread
 
+METRICS = (
+    "importance_weight_mean",
+    "importance_weight_max",
+    "truncated_fraction",
+    "vetoed_fraction",
+    "rejected_fraction",
+)
+
 
 def correct(sequences: Sequence[TokenArrays], off_policy: OffPolicyConfig, version: int) -> dict[str, float | None]:
     """Weigh tokens by how much likelier the trainer's policy makes them than the engine's did; returns metrics.
@@ -19,7 +27,7 @@ def correct(sequences: Sequence[TokenArrays], off_policy: OffPolicyConfig, versi
     sampled from, nothing is known of the ratio, and it is taken for 1; a sequence's weight and its veto are theirs too.
     """
     if off_policy.level == "none":
-        return {}
+        return dict.fromkeys(METRICS)
     mask, old_logprobs = flat(sequences, "loss_mask"), flat(sequences, "old_logprobs")
     rollout_logprobs = torch.where(flat(sequences, "comparable"), flat(sequences, "rollout_logprobs"), old_logprobs)
     weights, sums = importance_weights(
@@ -37,13 +45,14 @@ def correct(sequences: Sequence[TokenArrays], off_policy: OffPolicyConfig, versi
         weights = weights.masked_fill(mask & (version - flat(sequences, "versions") > off_policy.max_staleness), 0.0)
     spread(weights, sequences, "weights")
     n = max(1, num_trainable(sequences))
-    return {
-        "importance_weight_mean": weights[mask].double().sum().item() / n,
-        "importance_weight_max": weights[mask].max().item() if mask.any() else None,
-        "truncated_fraction": sums["truncated"].item() / n,
-        "vetoed_fraction": sums["vetoed"].item() / n,
-        "rejected_fraction": (weights[mask] == 0).sum().item() / n,
-    }
+    measured = (
+        weights[mask].double().sum().item() / n,
+        weights[mask].max().item() if mask.any() else None,
+        sums["truncated"].item() / n,
+        sums["vetoed"].item() / n,
+        (weights[mask] == 0).sum().item() / n,
+    )
+    return dict(zip(METRICS, measured, strict=True))
 
 
 def is_weighted(config: AlgorithmConfig) -> bool:
