@@ -24,6 +24,7 @@ from stenograph.training.credit import Attempt
 from stenograph.training.critic import ValueModel
 from stenograph.training.forward import check_packable
 from stenograph.training.learner import Learner, Learnt
+from stenograph.training.measuring import Metrics
 from stenograph.training.objectives import can_move_actor, policy_objective, value_objective
 from stenograph.training.passes import Passes
 from stenograph.training.phases import Phases, Place, mover
@@ -156,10 +157,9 @@ class Trainer:
         kl_reward = self._penalise(sequences, is_scored=is_scored)
         if self.critic is not None:
             self._estimate(self.critic, samples, sequences)
+        corrected: Metrics = dict.fromkeys(weighting.METRICS)
         if is_scored:
             corrected = weighting.correct(sequences, self._algorithm.off_policy, self.version)
-        else:
-            corrected = dict.fromkeys(weighting.METRICS)
         weighting.reduce(sequences, self._algorithm)
 
         tally = Tally()
