@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,26 +44,34 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model at `model.path`, in `dtype` (default: `model.dtype`), in evaluation mode.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError where there is none, or not all of it.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     source = resolve_model(config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             source,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             dtype=dtype or config.dtype,
             attn_implementation="sdpa",
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, SafetensorError) as e:
         reason = str(e).strip().partition("\n")[0]
         raise ConfigError(
             f"model.path: cannot load a causal language model from {str(source)!r} ({reason}); "
             "give the folder of one, or a hub name that can be reached"
         ) from e
-    return model.to(device).eval()  # pyright: ignore[reportArgumentType]
+    if missing := info["missing_keys"]:  # which would be drawn at random
+        told = f"model.path: {str(source)!r} lacks {len(missing)} of the model's weights, such as {min(missing)}"
+        raise ConfigError(f"{told}; give the folder of a whole model")
+    # They are views of the file, whose alignment would show in the last bit of what is computed from them.
+    for tensor in chain(model.parameters(), model.buffers()):  # of tied ones, each once
+        tensor.data = tensor.data.to(device, copy=True)
+    return model.eval()
 
 
 def _packaged_gguf() -> Path:

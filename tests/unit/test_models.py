@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from stenograph.config import ModelConfig
 from stenograph.errors import ConfigError
@@ -25,6 +26,28 @@ def test_a_folder_is_loaded_in_the_dtype_asked(tmp_path: Path) -> None:
     assert not model.training
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
     assert load_model(config, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_weights_are_aligned_wherever_they_lie_in_their_file(tmp_path: Path) -> None:
+    """A matrix product over views of the file differs in the last bit from one over the same numbers elsewhere."""
+    tiny_model().save_pretrained(tmp_path)
+    model = load_model(ModelConfig(path=str(tmp_path)))
+    assert all(p.data_ptr() % 64 == 0 for p in model.parameters())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_a_model_that_is_not_whole_is_a_config_error(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: w for name, w in weights.items() if "norm" not in name}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ConfigError, match=r"model\.path: .* lacks 5 of the model's weights"):
+        load_model(ModelConfig(path=str(tmp_path)))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(ConfigError, match=r"model\.path: cannot load"):
+        load_model(ModelConfig(path=str(tmp_path)))
 
 
 def test_a_hub_name_is_left_to_transformers() -> None:
