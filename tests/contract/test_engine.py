@@ -16,6 +16,7 @@ from stenograph.engines.local import LocalEngine
 from stenograph.engines.replay import ReplayEngine
 from stenograph.engines.scripted import Line, ScriptedEngine
 from stenograph.engines.vllm import VllmEngine
+from stenograph.errors import EngineError
 from stenograph.traces.session import Opening, SessionRecord
 from stenograph.types import Sampling
 from support.models import Weights, tiny_model
@@ -64,6 +65,10 @@ updatable = pytest.mark.parametrize("engine", [local, scripted], indirect=True) 
 
 def asked(max_tokens: int = LENGTH) -> Generate:
     return Generate(PROMPT, Sampling(max_tokens=max_tokens), session="s")
+
+
+def ids(chunks: list[Chunk]) -> list[int]:
+    return np.concatenate([chunk.ids for chunk in chunks]).tolist()
 
 
 async def read(engine: Engine, request: Generate) -> list[Chunk]:
@@ -170,6 +175,24 @@ async def test_new_weights_have_their_version(engine: Engine) -> None:
     assert {chunk.version for chunk in await read(engine, asked(3))} == {0}
     await engine.update_weights(Weights(tiny_model()), version=5)
     assert {chunk.version for chunk in await read(engine, asked(3))} == {5}
+
+
+async def test_it_draws_again_what_it_drew_from_a_random_state_on(engine: Engine) -> None:
+    await read(engine, asked(3))
+    state = await engine.random_state()
+    drawn = await read(engine, asked(20))
+    if not state:  # nothing is drawn, or nobody knows from what
+        return
+    other = await read(engine, asked(20))
+    await engine.restore_random_state(state)
+    again = await read(engine, asked(20))
+    assert ids(again) == ids(drawn) != ids(other)
+
+
+async def test_a_random_state_of_another_kind_of_engine_is_refused(engine: Engine) -> None:
+    with pytest.raises(EngineError, match="random state"):
+        await engine.restore_random_state(b"another's")
+    assert await read(engine, asked(3))
 
 
 async def test_it_sleeps_and_wakes(engine: Engine) -> None:

@@ -283,3 +283,23 @@ async def test_a_copy_in_another_dtype_is_filled_by_name(make: Make) -> None:
 
     with pytest.raises(EngineError, match=r"no\.such\.weight"):
         await engine.update_weights(Wrong(), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weights", ["shared", "copy"])
+async def test_an_engine_that_is_started_again_goes_on_to_the_bit(make: Make, weights: str) -> None:
+    """One request at a time: neither what was cached before the update nor where in the cache it lay shows."""
+    model = tiny_model()
+    first = make(model, weights=weights, seed=3)
+    for length in (5, 40, 57):
+        await read(first, asked(PROMPT[:length]))
+    perturb(model)
+    await first.update_weights(Weights(model), 1)
+    state = await first.random_state()
+    second = make(model, weights=weights)
+    await second.update_weights(Weights(model), 1)
+    await second.restore_random_state(state)
+    for length in (57, 30, 57):
+        (ids, logprobs, _), (again, same, chunks) = [await read(e, asked(PROMPT[:length])) for e in (first, second)]
+        np.testing.assert_array_equal(again, ids)
+        np.testing.assert_array_equal(same, logprobs)
+        assert {chunk.version for chunk in chunks} == {1}

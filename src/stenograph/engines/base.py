@@ -97,6 +97,14 @@ class Engine(Protocol):
         """Serve `source` as policy `version` from now on; nothing cached under older weights is used again."""
         ...
 
+    async def random_state(self) -> bytes:
+        """What draws from now on follow from; empty where that is not this process's to know."""
+        ...
+
+    async def restore_random_state(self, state: bytes) -> None:
+        """Go on drawing as an engine of this kind did from `state` on. Raises EngineError for another kind's."""
+        ...
+
     async def sleep(self) -> None:
         """Give the device's memory back."""
         ...

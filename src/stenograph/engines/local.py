@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from stenograph.engines.base import Capabilities, Chunk, Generate, PauseMode, We
 from stenograph.engines.batching import Batch, Job
 from stenograph.engines.sampler import check_sampling
 from stenograph.engines.twin import copy_weights, copying_twin, sharing_twin
-from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable, RequestError
+from stenograph.errors import ContextOverflow, EngineError, EngineUnavailable, RequestError, boundary
 from stenograph.types import FinishReason
+
+T = TypeVar("T")
 
 
 class LocalEngine:
@@ -113,6 +116,13 @@ class LocalEngine:
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
         await self._run(lambda: self._update(source, version))
+
+    async def random_state(self) -> bytes:
+        """The generator's, between two draws."""
+        return await self._run(self._read_generator)
+
+    async def restore_random_state(self, state: bytes) -> None:
+        await self._run(lambda: self._set_generator(state))
 
     async def sleep(self) -> None:
         """Let requests in flight end, then free the cache; a copy's weights stay."""
@@ -207,9 +217,9 @@ class LocalEngine:
             finish_reason = "stop" if ids and ids[-1] in flight.job.stop_token_ids else "length"
         flight.put(_chunk(ids, logprobs, self._version, finish_reason))
 
-    async def _run(self, action: Callable[[], None]) -> None:
+    async def _run(self, action: Callable[[], T]) -> T:
         await self.health()
-        await asyncio.get_running_loop().run_in_executor(self._control, action)
+        return await asyncio.get_running_loop().run_in_executor(self._control, action)
 
     # What follows runs on the control thread.
 
@@ -237,14 +247,26 @@ class LocalEngine:
             self._hold.close()
             self._hold = None
 
+    @contextmanager
+    def _still(self) -> Iterator[Batch | None]:
+        """No forward pass runs inside."""
+        with self._batch.held() if self._batch is not None else nullcontext():
+            yield self._batch
+
+    def _read_generator(self) -> bytes:
+        with self._still():
+            return self._generator.get_state().numpy().tobytes()
+
+    def _set_generator(self, state: bytes) -> None:
+        with self._still(), boundary(EngineError, "go on from the random state of another engine"):
+            self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
     def _update(self, source: WeightSource, version: int) -> None:
-        with ExitStack() as stack:
-            if self._batch is not None:
-                stack.enter_context(self._batch.held())
+        with self._still() as batch:
             if not self._shared:
                 copy_weights(source, self._model)
-            if self._batch is not None:
-                self._batch.drop_cache()
+            if batch is not None:
+                batch.drop_cache()
             self._version = version
 
 

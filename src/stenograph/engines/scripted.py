@@ -104,6 +104,14 @@ class ScriptedEngine:
     async def update_weights(self, source: WeightSource, version: int) -> None:
         self._version = version
 
+    async def random_state(self) -> bytes:
+        """Nothing is drawn: answers follow from the script, and log-probabilities from the request."""
+        return b""
+
+    async def restore_random_state(self, state: bytes) -> None:
+        if state:
+            raise EngineError("a script draws nothing, and has no random state to go on from")
+
     async def sleep(self) -> None:
         """Nothing to give back."""
 

@@ -119,6 +119,14 @@ class VllmEngine:
             'train with engine.kind = "local", or start a server anew on a checkpoint'
         )
 
+    async def random_state(self) -> bytes:
+        """The server keeps its own to itself."""
+        return b""
+
+    async def restore_random_state(self, state: bytes) -> None:
+        if state:
+            raise EngineError(f"the random state of the vLLM server at {self.server} cannot be set")
+
     async def sleep(self) -> None:
         """Let requests in flight end, then move the weights to the host's memory and drop the cache."""
         await self.pause("finish")
