@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -22,8 +23,10 @@ from stenograph.rundir import JOURNAL, RunDir, load_session, open_journal, read_
 
 if TYPE_CHECKING:
     from stenograph.agents.base import SessionHandle
+    from stenograph.config import Config
     from stenograph.gateway.server import Gateway
     from stenograph.traces.drift import Drift
+    from stenograph.training.checkpoints import Origin
 
 T = TypeVar("T")
 INTERRUPTED = 130  # what a shell makes of SIGINT
@@ -76,19 +79,51 @@ def serve(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="a TOML file")],
+    config: Annotated[Path | None, typer.Argument(help="a TOML file")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="a new folder; default: runs/NAME-TIME")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="go on with this run")] = None,
+    init_from: Annotated[Path | None, typer.Option(metavar="CKPT", help="begin with this checkpoint or run")] = None,
+    load: Annotated[str | None, typer.Option(help="of it: weights (default), optimizer, schedule, with commas")] = None,
     overrides: Overrides = None,
 ) -> None:
     """Train an agent; prints the run's folder and summary as JSON when it is done."""
-    from stenograph.progress import Progress, closing
-    from stenograph.run import train
+    if resume is not None:
+        if any(given is not None for given in (config, run_dir, init_from, load)):
+            raise ConfigError(f"--resume {resume} goes on there as it began; give it alone, or with --set")
+        _resume(resume, overrides)
+        return
+    if config is None:
+        raise ConfigError("what is to be trained? give a config, or --resume RUN")
+    if load is not None and init_from is None:
+        raise ConfigError(f"--load {load} of what? give --init-from CKPT")
+    from stenograph.training.checkpoints import Origin
 
     settings = load_config(config, overrides)
     name = config.resolve().parent.name if config.stem == "config" else config.stem
     folder = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with Progress(settings.training.steps) as progress:
-        loop = _run(train(settings, folder, progress, progress.running))
+    _train(settings, folder, [], origin=Origin.chosen(init_from, load or "weights") if init_from is not None else None)
+
+
+def _resume(run: Path, overrides: list[str] | None) -> None:
+    from stenograph.resuming import is_over, resumed_config
+
+    settings = resumed_config(run, overrides)
+    if is_over(run, settings):
+        done = f"{run} has done its {settings.training.steps} steps"
+        print(f"steno: {done}; for more give --set training.steps=N", file=sys.stderr)
+        _say({"run": str(run), **orjson.loads((run / "summary.json").read_bytes())})
+        return
+    _train(settings, run, RunDir(run).rows("metrics.jsonl"), resumes=True)
+
+
+def _train(
+    settings: Config, folder: Path, rows: list[dict[str, Any]], *, resumes: bool = False, origin: Origin | None = None
+) -> None:
+    from stenograph.progress import Progress, closing
+    from stenograph.run import train
+
+    with Progress(settings.training.steps, rows=rows) as progress:
+        loop = _run(train(settings, folder, progress, progress.running, resumes=resumes, origin=origin))
     summary = loop.summary("completed", None)
     closing(progress.console, summary, str(folder))
     if not sys.stdout.isatty():  # a person has just been told
@@ -190,6 +225,7 @@ def _say(payload: object) -> None:
 
 
 def main() -> None:
+    warnings.formatwarning = lambda message, *_, **__: f"steno: warning: {' '.join(str(message).split())}\n"
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # stderr is for our own progress, and one-line errors
     try:
         code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,16 +14,16 @@ from rich.text import Text
 
 
 class Progress:
-    """A Watcher of the training loop. `with Progress(steps) as progress`."""
+    """A Watcher of the training loop. `with Progress(steps) as progress`; `rows` are those of a run that is resumed."""
 
-    def __init__(self, num_steps: int, console: Console | None = None) -> None:
+    def __init__(self, num_steps: int, console: Console | None = None, rows: Sequence[dict[str, Any]] = ()) -> None:
         self.console = console or Console(stderr=True, markup=False)
         self._num_steps = num_steps
         self._started = time.monotonic()
         self._phase = "starting"
         self._phase_started = self._started
         self._running = 0
-        self._rows: list[dict[str, Any]] = []
+        self._rows = list(rows)
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> Progress:

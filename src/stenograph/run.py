@@ -21,7 +21,7 @@ from stenograph.engines.base import Engine
 from stenograph.errors import ConfigError
 from stenograph.gateway.forwarding import private_address
 from stenograph.gateway.server import Gateway, new_admin_key
-from stenograph.rendering import Rendering, load_rendering
+from stenograph.rendering import Rendering, load_rendering, load_tokenizer
 from stenograph.rundir import JOURNAL, RunDir, written
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.sqlite import SqliteTraceStore
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from stenograph.engines.vllm import VllmEngine
     from stenograph.loop import Loop
+    from stenograph.training.checkpoints import Origin
     from stenograph.training.trainer import Trainer
     from stenograph.watching import Watcher
 
@@ -64,9 +65,18 @@ async def serve(config: Config, listening: Callable[[str, str], None], sockets: 
         await engine.aclose()
 
 
-async def train(config: Config, folder: Path, watcher: Watcher, changed: Callable[[int], None]) -> Loop:
-    """Train as `config` says, into `folder`. What can be checked is, before anything heavy is imported or written.
+async def train(
+    config: Config,
+    folder: Path,
+    watcher: Watcher,
+    changed: Callable[[int], None],
+    *,
+    resumes: bool = False,
+    origin: Origin | None = None,
+) -> Loop:
+    """Train as `config` says, into `folder`: a run that `resumes` goes on in its own, another needs a new one.
 
+    A new run may have an `origin`. What can be checked is, before anything heavy is imported or written.
     Raises ConfigError for what is wrong with the config, StenographError where the run fails.
     """
     from stenograph.agents import load_agent
@@ -79,7 +89,8 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
         raise ConfigError('engine.kind = "vllm" cannot be given new weights: set engine.kind = "local" to train')
     if config.gateway.num_processes > 1:
         raise ConfigError("gateway.num_processes is of steno serve; steno train has one gateway: set it to 1")
-    RunDir.check(folder)
+    if not resumes:
+        RunDir.check(folder)
     agent, judge = load_agent(config.agent), load_judge(config.judge)
     tasks = load_tasks(config.tasks)
     evaluation = config.evaluation
@@ -87,24 +98,41 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
     watcher.phase("loading the model")
     resolve_model(config.model)
 
+    from stenograph.accounts import Accounts
     from stenograph.loop import Loop
+    from stenograph.resuming import Resumption, account_for_dead, resumption
+    from stenograph.training.checkpoints import begin
     from stenograph.watching import Spans, Watchers, boards
 
     rendering = load_rendering(config.model)
-    trainer = _trainer(config)
     async with AsyncExitStack() as stack:
+        run, goes_on = RunDir(folder), Resumption()
+        if resumes:
+            stack.enter_context(run.locked())
+            goes_on = resumption(run)
+            origin = goes_on.origin
+        trainer = _trainer(config, origin)
         engine = await build_engine(config, rendering, trainer.model)
         stack.push_async_callback(engine.aclose)
-        run = RunDir.create(folder, config)
+        if resumes:
+            run.reopen(config)
+        else:
+            RunDir.create(folder, config)
+            stack.enter_context(run.locked())
         store = stack.enter_context(_recording(config, rendering, folder))
+        board = stack.enter_context(boards(run))
+        watchers = Watchers(watcher, Spans(run), *board)
+        accounts = Accounts(run, store, config.select, watchers)
+        if resumes and isinstance(store, SqliteTraceStore):
+            account_for_dead(store, store.path, accounts, goes_on.batches)
+        elif origin is not None and config.training.checkpoint_every:
+            begin(folder, trainer, load_tokenizer(config.model))
         gateway_loop = await stack.enter_async_context(LoopThread())
         gateway = await stack.enter_async_context(
             gateway_loop.entered(lambda: _listening(config, engine, rendering, store))
         )
         url = config.gateway.public_url or gateway.url
         client = await stack.enter_async_context(GatewayClient(url, gateway.admin_key, model=gateway.model_name))
-        attempts = Attempts(client, agent, judge, config.rollouts.max_concurrent, changed)
-        board = stack.enter_context(boards(run))
         loop = Loop(
             config=config,
             run=run,
@@ -112,18 +140,24 @@ async def train(config: Config, folder: Path, watcher: Watcher, changed: Callabl
             on_engine=gateway_loop.run,
             store=store,
             trainer=trainer,
-            attempts=attempts,
+            attempts=Attempts(client, agent, judge, config.rollouts.max_concurrent, changed),
             tasks=tasks,
             held_out=held_out,
             dtypes=_dtypes(config),
-            watcher=Watchers(watcher, Spans(run), *board),
+            watcher=watchers,
+            accounts=accounts,
+            state=goes_on.state,
+            rolled_out=goes_on.batches,
         )
         await loop.train()
         return loop
 
 
-def _trainer(config: Config) -> Trainer:
-    """The trainer and the models that `config` asks for. Raises ConfigError, CheckpointError where one is missing."""
+def _trainer(config: Config, origin: Origin | None) -> Trainer:
+    """The trainer and the models that `config` asks for, as far as `origin` goes as they are there.
+
+    Raises ConfigError, CheckpointError where one is missing.
+    """
     import torch
 
     from stenograph.models import load_model
@@ -131,13 +165,20 @@ def _trainer(config: Config) -> Trainer:
     from stenograph.training.trainer import Trainer
 
     actor, critic, reference = load_model(config.model), None, None
+    if origin is not None:
+        origin.load_actor(actor, config.model)
     if config.algorithm.has_critic and config.critic.path is not None:
         critic = load_critic(config.critic.path, dtype=getattr(torch, config.model.dtype))
     elif config.algorithm.has_critic:
         critic = critic_from_actor(actor, seed=config.training.seed)
+    if critic is not None and origin is not None:
+        origin.load_critic(critic, config.model)
     if config.algorithm.kl.placement != "none":
         reference = load_model(config.model)
-    return Trainer(actor, config, critic=critic, reference=reference)
+    trainer = Trainer(actor, config, critic=critic, reference=reference)
+    if origin is not None:
+        origin.load_training(trainer)
+    return trainer
 
 
 async def build_engine(config: Config, rendering: Rendering, model: PreTrainedModel | None) -> Engine:

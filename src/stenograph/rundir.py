@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,41 @@ class RunDir:
         run.write("config.toml", written(config).encode())
         return run
 
+    def reopen(self, config: Config) -> None:
+        """Go on with the run under `config`. It is not over any more."""
+        self.write("config.toml", written(config).encode())
+        (self.path / "summary.json").unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Write the run alone, for as long as this process lives. Raises ConfigError where another does."""
+        with boundary(ConfigError, f"lock {self.path}; is it the folder of a run?"):
+            descriptor = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                raise ConfigError(f"{self.path} is still running, in another process; end that one first") from e
+            yield
+        finally:
+            os.close(descriptor)
+
+    def mend(self) -> None:
+        """Drop the last row of each file where a crash has cut it short; its end would be that of the next."""
+        for path in self.path.glob("*.jsonl"):
+            with boundary(StenographError, f"mend {path}"), path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+
+    def sync(self) -> None:
+        """Have on disk what was appended so far, so that what is written next does not outlive it."""
+        for path in self.path.glob("*.jsonl"):
+            with boundary(StenographError, f"write {path}"), path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a JSONL file so far."""
+        return read_rows(self.path, name) if (self.path / name).exists() else []
+
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows to a JSONL file of the run."""
         text = b"".join(orjson.dumps(row, option=_OPTIONS) for row in rows)
@@ -63,10 +101,9 @@ class RunDir:
         self.write(name, orjson.dumps(payload, option=_OPTIONS | orjson.OPT_INDENT_2))
 
     def write_arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        target = self.path / name
-        with boundary(StenographError, f"write {target}"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            np.savez_compressed(target, **arrays)  # type: ignore[arg-type]
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays)  # type: ignore[arg-type]
+        self.write(name, packed.getvalue())
 
 
 def written(config: Config) -> str:

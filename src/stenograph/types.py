@@ -248,7 +248,7 @@ class Sample:
         return bool(self.turns) and self.turns[-1].ended_by in ("length", "abort")
 
 
-RolloutStatus = Literal["completed", "agent_failed", "timeout", "error"]
+RolloutStatus = Literal["completed", "agent_failed", "timeout", "error", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)

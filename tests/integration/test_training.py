@@ -122,7 +122,8 @@ def test_a_run_leaves_a_whole_record(project: Path) -> None:
     assert mask.tolist() == [bool(x) for x in first["loss_mask"]]
     spans = rows(run / "spans.jsonl")
     assert [span["name"] for span in spans] == [
-        *("evaluation", "rollouts", "training", "rollouts", "training", "evaluation", "saving"),
+        *("evaluation", "rollouts", "recording", "training", "publishing"),
+        *("rollouts", "recording", "training", "publishing", "saving", "evaluation"),
     ]
     assert all(span["start_time_unix_nano"] <= span["end_time_unix_nano"] for span in spans)
     assert list((run / "tb").glob("events.out.tfevents.*"))

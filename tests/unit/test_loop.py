@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stenograph.accounts import Accounts
 from stenograph.config import Config
 from stenograph.engines.scripted import ScriptedEngine
 from stenograph.errors import StenographError, TraceError
@@ -34,6 +35,7 @@ CONFIG = {
     "engine": {"kind": "scripted", "script": "unread.jsonl", **UNLIMITED},
     "rollouts": {"num_groups": 1, "group_size": 2},
     "training": {"steps": 1, "num_threads": 1, "device": "cpu"},
+    "store": {"kind": "memory"},
     "select": {"max_tokens": 8},
 }
 ROUTED = np.zeros((2, 2, 2), np.uint8)
@@ -87,8 +89,8 @@ class Forgetful(MemoryTraceStore):
             output.turn = replace(output.turn, output_ids=output.turn.output_ids[:-1])
 
 
-async def on_engine(work: Coroutine[Any, Any, None]) -> None:
-    await work
+async def on_engine(work: Coroutine[Any, Any, Any]) -> Any:
+    return await work
 
 
 class Holding(Recorded):
@@ -148,9 +150,10 @@ class Reading(Trainer):
 
 def loop(folder: Path, store: MemoryTraceStore, attempts: Recorded, **settings: Any) -> Loop:
     config = Config(**{**CONFIG, **settings})
+    directory = RunDir.create(folder / "run", config)
     return Loop(
         config=config,
-        run=RunDir.create(folder / "run", config),
+        run=directory,
         engine=ScriptedEngine([], context_length=100),
         on_engine=on_engine,
         store=store,
@@ -160,6 +163,7 @@ def loop(folder: Path, store: MemoryTraceStore, attempts: Recorded, **settings: 
         held_out=[],
         dtypes={"engine_dtype": "none", "trainer_dtype": "float32"},
         watcher=Watchers(),
+        accounts=Accounts(directory, store, config.select, Watchers()),
     )
 
 
@@ -175,7 +179,7 @@ async def test_what_is_selected_is_trained_and_the_rest_is_dropped_for_its_reaso
     assert first["ledger"] == second["ledger"]
     assert first["ledger"]["trained"] == 4
     assert first["ledger"]["dropped"] == {"unadopted": 2, "overlong": 3}
-    assert run.ledger == Ledger(18, 8, {}, {"unadopted": 4, "overlong": 6}, 0)
+    assert run.accounts.ledger == Ledger(18, 8, {}, {"unadopted": 4, "overlong": 6}, 0)
 
 
 async def test_a_session_that_cannot_be_flattened_fails_its_rollout_and_not_the_run(tmp_path: Path) -> None:
