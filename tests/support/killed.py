@@ -1,4 +1,4 @@
-"""Training runs that kill their own process where a phase begins, and runs that go on from what those have left."""
+"""Training runs that kill their own process where a phase begins, and `steno` over and over, all from one program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Whole runs, over and over: each in a process of its own, whose modules were loaded once for all of them.
+# Each in a process of its own, whose modules were loaded once for all of them.
 PROGRAM = """
 import json
 import os
@@ -23,6 +23,7 @@ import uvloop
 
 import stenograph.engines.local
 import stenograph.loop
+from stenograph.cli import main
 import transformers.models.llama
 from stenograph.config_loading import load_config
 from stenograph.resuming import resumed_config
@@ -52,18 +53,31 @@ def run(folder, config, phase, times):
     uvloop.run(train(settings, Path(folder), killer, lambda _: None, resumes=config is None))
 
 
+def steno(argv, out, error):
+    for number, path in ((1, out), (2, error)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
+    sys.argv = ["steno", *argv]
+    main()
+
+
 for line in sys.stdin:
     pid = os.fork()
     if pid:
+        print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
         continue
     code = 1
     try:
-        run(**json.loads(line))
+        asked = json.loads(line)
+        (steno if "argv" in asked else run)(**asked)
         code = 0
+    except SystemExit as e:
+        code = e.code
     except BaseException:
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 """
 
@@ -80,17 +94,46 @@ class Run:
     times: int = 1
 
 
-class Runner:
-    """Runs one after the other; `run` returns the exit code, negative for a signal."""
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command ended."""
 
-    def __init__(self, program: subprocess.Popen[str]) -> None:
+    code: int
+    out: str
+    error: str
+
+
+class Runner:
+    """One process after the other. Exit codes are negative for a signal."""
+
+    def __init__(self, program: subprocess.Popen[str], folder: Path) -> None:
         self._program = program
+        self._out, self._error = folder / "out", folder / "error"
 
     def run(self, run: Run) -> int:
+        self._start(asdict(run))
+        return self._number()
+
+    def start(self, *argv: str) -> int:
+        """Begin `steno` with these arguments; its process."""
+        return self._start({"argv": argv, "out": str(self._out), "error": str(self._error)})
+
+    def end(self) -> Done:
+        """Of what was begun last."""
+        return Done(self._number(), self._out.read_text(), self._error.read_text())
+
+    def steno(self, *argv: str) -> Done:
+        self.start(*argv)
+        return self.end()
+
+    def _start(self, asked: dict[str, object]) -> int:
         assert self._program.stdin is not None
-        assert self._program.stdout is not None
-        self._program.stdin.write(json.dumps(asdict(run)) + "\n")
+        self._program.stdin.write(json.dumps(asked) + "\n")
         self._program.stdin.flush()
+        return self._number()
+
+    def _number(self) -> int:
+        assert self._program.stdout is not None
         return int(self._program.stdout.readline())
 
 
@@ -103,6 +146,6 @@ def runner(folder: Path) -> Iterator[Runner]:
             [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
         ) as program,
     ):
-        yield Runner(program)
+        yield Runner(program, folder)
         assert program.stdin is not None
         program.stdin.close()
