@@ -100,15 +100,13 @@ class Accounts:
         """Whether the rollout of a session was found in the record."""
         return session in self._sessions
 
-    def counts(self, step: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """What a step's row says of its rollouts; closes them."""
-        held = self.close(step, rollouts)
+    def counts(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        """What a step's row says of its rollouts."""
         turns = [turn for r in rollouts if r.session for turn in self.store.tree(r.session).turns.values()]
         drift = [record for r in rollouts if r.session for record in self.store.drift(r.session)]
         return {
             "num_rollouts": len(rollouts),
             "status": dict(Counter(rollout.status for rollout in rollouts)),
-            "num_sampled_tokens": held.sampled,
             "notes": _counted(turns, "notes"),
             "accepted": _counted(turns, "accepted"),
             "forks": dict(Counter(record.cause for record in drift)),

@@ -85,7 +85,7 @@ class Loop:
 
     async def _steps(self) -> None:
         # Explicitly: whatever the engine began with, its weights and their version are those of the state.
-        await self._publish(changed=True)
+        await self._publish(changed=False)
         await self._draw_from(self.state.engine)
         await self._relearn()
         await self._evaluate()
@@ -184,7 +184,7 @@ class Loop:
             yield
 
     async def _publish(self, *, changed: bool) -> None:
-        """Also where nothing has changed: a run that is resumed here begins without a cache, too."""
+        """Also where the step has changed nothing: a run that is resumed here begins without a cache, too."""
         if changed:
             self.trainer.phases.enter("publish")
         await self.on_engine(self.engine.update_weights(self.trainer.weights, self.state.policy_version))
@@ -209,12 +209,14 @@ class Loop:
     def _record(self, batch: RecordedBatch, report: StepReport, seconds: float) -> None:
         """Say where the step's tokens ended, and write it down."""
         self.accounts.settle(batch.rollouts, applied=report.applied)
+        held = self.accounts.close(batch.step, batch.rollouts)
         row = {
             "step": batch.step + 1,
             "policy_version": self.state.policy_version,
             "time_s": self.accounts.seconds,
             **report.row(),
-            **self.accounts.counts(batch.step, batch.rollouts),
+            "num_sampled_tokens": held.sampled,
+            **self.accounts.counts(batch.rollouts),
             "training_seconds": report.seconds,
             "seconds": seconds,
             **self.dtypes,

@@ -15,7 +15,7 @@ from stenograph.accounts import INTERRUPTED, Accounts
 from stenograph.config import Config
 from stenograph.config_loading import load_config
 from stenograph.errors import ConfigError, OwnedElsewhere, UnknownSession, boundary
-from stenograph.rundir import RunDir
+from stenograph.rundir import LOCK, RunDir
 from stenograph.traces.journal import Journal
 from stenograph.traces.store import TraceStore
 from stenograph.training.checkpoints import (
@@ -47,8 +47,8 @@ class Resumption:
 def resumed_config(run: Path, overrides: list[str] | None) -> Config:
     """The configuration of `run` with `overrides`. Raises ConfigError for one that its state means nothing under."""
     file = run / "config.toml"
-    if not file.is_file():
-        raise ConfigError(f"{run} has no config.toml; give the folder of a run of steno train")
+    if not (run / LOCK).is_file() or not file.is_file():
+        raise ConfigError(f"{run} is not the folder of a run of steno train; give the one that it told when it began")
     with boundary(ConfigError, f"read {file}"):
         recorded = Config(**tomllib.loads(file.read_text(encoding="utf-8")))
     for told, is_so in (

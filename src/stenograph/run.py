@@ -112,8 +112,10 @@ async def train(
             goes_on = resumption(run)
             origin = goes_on.origin
         trainer = _trainer(config, origin)
+        trainer.phases.enter("publish")  # so that the engine finds the actor on the device that it is to serve it from
         engine = await build_engine(config, rendering, trainer.model)
         stack.push_async_callback(engine.aclose)
+        trainer.phases.enter("rollout")
         if resumes:
             run.reopen(config)
         else:

@@ -21,6 +21,7 @@ from stenograph.traces.journal import Journal
 from stenograph.traces.session import SessionRecord
 
 JOURNAL = "traces.db"  # in a run's folder
+LOCK = ".lock"  # in the folder of a run of steno train, from its beginning on
 
 
 class RunDir:
@@ -54,8 +55,8 @@ class RunDir:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Write the run alone, for as long as this process lives. Raises ConfigError where another does."""
-        with boundary(ConfigError, f"lock {self.path}; is it the folder of a run?"):
-            descriptor = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+        with boundary(StenographError, f"write {self.path / LOCK}"):
+            descriptor = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -185,6 +185,18 @@ def test_a_run_that_is_killed_and_resumed_is_the_uninterrupted_one_to_the_bit(
 
 
 @pytest.mark.slow
+def test_a_crash_amid_the_rows_of_a_step_counts_each_rollout_once(project: Project) -> None:
+    run = project.folder / "amid"
+    assert project.runner.run(Run(str(run), project.config, "row", 3)) == -9  # of the first evaluation and two steps
+    for name, num_lines in (("rollouts.jsonl", 6), ("metrics.jsonl", 2)):
+        lines = (run / name).read_bytes().splitlines(keepends=True)
+        (run / name).write_bytes(b"".join(lines[:num_lines]) + lines[num_lines][:20])
+    assert project.runner.run(Run(str(run), None)) == 0, (project.folder / "said").read_text()
+    check_equal(run, project.whole)
+    check_accounts(run, project.whole)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "times"), BOUNDARIES, ids=lambda value: str(value))
 def test_wherever_it_is_killed(project: Project, phase: str, times: int) -> None:
     interrupt(project, phase, times)

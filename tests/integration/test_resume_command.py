@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stenograph.errors import ConfigError
 from stenograph.rendering import builtin_tokenizer
-from stenograph.rundir import open_journal
+from stenograph.rundir import JOURNAL, RunDir, open_journal
 from support.killed import Done, Runner, runner
 from support.models import tiny_model
 
@@ -149,10 +150,10 @@ def test_an_interrupt_between_steps_can_be_resumed(project: Project) -> None:
     try:
         process = project.runner.start("train", str(project.folder / "config.toml"), "--run-dir", str(run))
         deadline = time.monotonic() + 60
-        while not (run / "spans.jsonl").exists() and not (run / "traces.db").exists() and time.monotonic() < deadline:
+        while not num_sessions(run) and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(0.5)
-        refused(Done(*busy(project, run)), "still running")
+        with pytest.raises(ConfigError, match="still running"), RunDir(run).locked():
+            pass
         os.kill(process, signal.SIGINT)
         assert project.runner.end().code == 130
     finally:
@@ -169,13 +170,17 @@ def test_an_interrupt_between_steps_can_be_resumed(project: Project) -> None:
     assert all(record.released and record.ledger().in_flight == 0 for record in records)
 
 
-def busy(project: Project, run: Path) -> tuple[int, str, str]:
-    """`--resume` from a process of its own, while the runner is at work."""
-    folder = run.parent / "other"
-    folder.mkdir()
-    with runner(folder) as other:
-        done = other.steno("train", "--resume", str(run))
-    return done.code, done.out, done.error
+def num_sessions(run: Path) -> int:
+    if not (run / JOURNAL).exists():
+        return 0
+    with open_journal(run) as journal:
+        return len(journal.sessions())
+
+
+def test_a_run_that_another_process_is_at_work_on_is_refused(project: Project) -> None:
+    run = project.copy("busy")
+    with RunDir(run).locked():
+        refused(project.steno("train", "--resume", str(run), "--set", "training.steps=3"), f"{run} is still running")
 
 
 def test_rows_that_a_crash_cut_short_are_dropped(project: Project) -> None:
@@ -239,8 +244,8 @@ def test_what_would_make_the_state_meaningless_is_refused(
 
 
 def test_what_holds_nothing_to_go_on_from_is_refused(project: Project) -> None:
-    refused(project.steno("train", "--resume", str(project.folder)), "steno train")
-    refused(project.steno("train", "--resume", "/nowhere/run"), "/nowhere/run has no config.toml")
+    refused(project.steno("train", "--resume", str(project.folder)), "not the folder of a run of steno train")
+    refused(project.steno("train", "--resume", "/nowhere/run"), "/nowhere/run is not the folder of a run")
     refused(
         project.steno("train", str(project.folder / "config.toml"), "--resume", str(project.folder)), "give it alone"
     )
@@ -269,3 +274,10 @@ def test_a_new_run_begins_with_a_part_of_another(project: Project) -> None:
     refused(project.train("never", "--init-from", "/nowhere"), "/nowhere is neither a checkpoint nor a run")
     refused(project.train("never", "--init-from", str(origin), "--load", "momentum"), "--load momentum")
     assert not (project.folder / "never").exists()
+
+
+def test_a_device_that_is_given_to_one_model_at_a_time_changes_nothing(project: Project) -> None:
+    done = project.train("offloaded", "--set", "training.offload=true")
+    assert done.code == 0, done.error
+    ours, theirs = (weights(project.folder / run / "checkpoints" / "step-000002") for run in ("offloaded", "done"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ for line in sys.stdin:
         (steno if "argv" in asked else run)(**asked)
         code = 0
     except SystemExit as e:
-        code = e.code
+        code = e.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
@@ -143,7 +144,12 @@ def runner(folder: Path) -> Iterator[Runner]:
     with (
         (folder / "said").open("w") as said,
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+            [sys.executable, "-c", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},  # which is read when the modules are loaded
         ) as program,
     ):
         yield Runner(program, folder)

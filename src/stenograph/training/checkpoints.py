@@ -180,24 +180,25 @@ class Origin:
         """Fill it with the weights, in its own precision."""
         if "weights" in self.parts:
             path = self.checkpoint / "actor"
-            with _reading(path):
+            with reading(path):
                 source = ModelConfig(path=str(path), trust_remote_code=config.trust_remote_code)
-                _fill(actor, load_model(source, dtype=actor.dtype), path)
+                loaded = load_model(source, dtype=actor.dtype)
+            _fill(actor, loaded, path)
 
     def load_critic(self, critic: ValueModel, config: ModelConfig) -> None:
         """Likewise."""
         if "weights" in self.parts and (self.is_own or self._has_critic):
             path = self.checkpoint / "critic"
-            with _reading(path):
+            with reading(path):
                 loaded = load_critic(path, dtype=critic.dtype, trust_remote_code=config.trust_remote_code)
-                _fill(critic, loaded, path)
+            _fill(critic, loaded, path)
 
     def load_training(self, trainer: Trainer) -> None:
         """All but the weights."""
         for name, updates in trainer.updates.items():
             if self.parts != {"weights"} and (self.is_own or name == "actor" or self._has_critic):
                 file = self.checkpoint / "state" / f"{name}.pt"
-                with _reading(file):
+                with reading(file):
                     held = torch.load(file, map_location="cpu", weights_only=True)
                 held = _known(held, {"optimizer": {}, "schedule": {}}, file)
                 if "optimizer" in self.parts:
@@ -206,7 +207,7 @@ class Origin:
                     updates.load_schedule(held["schedule"])
         if self.is_own:
             file = self.checkpoint / "state" / "trainer.json"
-            with _reading(file):
+            with reading(file):
                 held = orjson.loads(file.read_bytes())
             trainer.load_state(held)
 
@@ -217,7 +218,7 @@ class Origin:
 
 def load_loop(path: Path) -> LoopState:
     file = path / "state" / "loop.json"
-    with _reading(file):
+    with reading(file):
         step = int(path.name.removeprefix(f"{STEP}-"))
         held = _known(orjson.loads(file.read_bytes()), {"step": step, "policy_version": step, "engine": ""}, file)
         return LoopState(held["step"], held["policy_version"], base64.b64decode(held["engine"]))
@@ -230,17 +231,18 @@ def _known(held: Mapping[str, Any], defaults: Mapping[str, Any], file: Path) -> 
     return {**defaults, **held}
 
 
+_TAKE_ANOTHER = "remove its checkpoint, and take the one before"
+
+
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Whatever cannot be read inside is damage at `path`."""
+def reading(path: Path, remedy: str = _TAKE_ANOTHER) -> Iterator[None]:
+    """Whatever fails inside is damage at `path`, and raises CheckpointError."""
     try:
         yield
-    except CheckpointError:
-        raise
     except Exception as e:
-        reason = str(e).strip().partition("\n")[0] or repr(e)
+        reason = str(e).strip().partition("\n")[0]
         told = reason if isinstance(e, StenographError) else f"{type(e).__name__}: {reason}"
-        raise CheckpointError(f"{path} is damaged ({told}); remove its checkpoint, and take the one before") from e
+        raise CheckpointError(f"{path} is damaged ({told}); {remedy}") from e
 
 
 def _fill(model: PreTrainedModel, loaded: PreTrainedModel, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import numpy as np
 import orjson
 from safetensors.numpy import load_file, save_file
 
-from stenograph.errors import CheckpointError, boundary
 from stenograph.training.batch import SIGNALS
-from stenograph.training.checkpoints import whole_folder
+from stenograph.training.checkpoints import reading, whole_folder
 from stenograph.types import Payload, Rollout, Routing, Sample, Task, TurnSpan
 
 # What a sample carries per token; the table of signals says so, and another array of a sample is a line there.
@@ -59,7 +59,7 @@ def read_batch(path: Path, tasks: Mapping[str, Task]) -> RecordedBatch:
 
     Raises CheckpointError where it is damaged.
     """
-    with boundary(CheckpointError, f"read the batch {path}"):
+    with _reading(path):
         held = orjson.loads((path / "batch.json").read_bytes())
         arrays = load_file(path / "samples.safetensors")
         ends = np.cumsum(arrays["lengths"])[:-1]
@@ -73,8 +73,12 @@ def read_batch(path: Path, tasks: Mapping[str, Task]) -> RecordedBatch:
 
 def sessions_of(path: Path) -> list[str]:
     """The sessions of the rollouts in a batch. Raises CheckpointError where it is damaged."""
-    with boundary(CheckpointError, f"read the batch {path}"):
+    with _reading(path):
         return [rollout["session"] for rollout in orjson.loads((path / "batch.json").read_bytes())["rollouts"]]
+
+
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return reading(path, f"begin a new run with --init-from {path.parents[1]}")
 
 
 def _values(record: Rollout | Sample, without: list[str] | None = None) -> dict[str, Any]:
