@@ -51,10 +51,13 @@ def make_trainer(config: Config | None = None, *, seed: int = 0) -> Trainer:
     return Trainer(model, config, critic=critic)
 
 
-def restored(path: Path, config: Config | None = None, **origin: Any) -> Trainer:
+def own(path: Path) -> Origin:
+    return Origin(path, is_own=True)
+
+
+def restored(origin: Origin, config: Config | None = None) -> Trainer:
     """Another trainer, whose models have other weights, that begins with a checkpoint."""
     trainer = make_trainer(config, seed=9)
-    origin = Origin(path, **({"is_own": True} | origin))
     origin.load_actor(trainer.model, trainer._config.model)
     if trainer.critic is not None:
         perturb(trainer.critic)
@@ -94,7 +97,7 @@ def bits(trainer: Trainer) -> dict[str, bytes]:
 
 def test_a_trainer_goes_on_from_a_checkpoint_to_the_bit(made: tuple[Path, Trainer]) -> None:
     path, trainer = made
-    again = restored(path)
+    again = restored(own(path))
     assert load_loop(path) == STATE
     assert bits(again) == bits(trainer)
     assert again.state() == trainer.state()
@@ -106,7 +109,7 @@ def test_a_trainer_goes_on_from_a_checkpoint_to_the_bit(made: tuple[Path, Traine
 
 def make_copy(trainer: Trainer, path: Path) -> Trainer:
     """The trainer, put aside: the fixture's own is not to move."""
-    other = restored(path)
+    other = restored(own(path))
     assert bits(other) == bits(trainer)
     return other
 
@@ -230,12 +233,12 @@ def test_a_checkpoint_from_before_a_field_warns_and_goes_on_with_the_default(cop
         assert load_loop(copied) == LoopState(3, 2, b"")
     without(copied / "state" / "trainer.json", "beta")
     with pytest.warns(UserWarning, match="beta"):
-        assert restored(copied).num_steps == 2
+        assert restored(own(copied)).num_steps == 2
     without(copied / "state" / "critic.pt", "schedule")
     without(copied / "state" / "trainer.json", "num_steps", "version", "is_critic_warm")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer = restored(copied)
+        trainer = restored(own(copied))
     assert any("critic.pt was written before it had schedule" in str(one.message) for one in told)
     assert (trainer.updates["critic"].applied, trainer.updates["actor"].applied) == (0, 2)
 
@@ -252,7 +255,7 @@ def test_a_damaged_checkpoint_says_where_and_what_to_do(copied: Path, file: str,
     else:
         path.unlink()
     with pytest.raises(CheckpointError) as raised:
-        restored(copied)
+        restored(own(copied))
     assert str(copied / file.split("/")[0]) in str(raised.value)
     assert "take the one before" in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -275,10 +278,10 @@ def test_a_checkpoint_of_another_model_is_refused(copied: Path) -> None:
 
 def test_the_parts_that_are_chosen_are_loaded_and_no_others(made: tuple[Path, Trainer]) -> None:
     path, trainer = made
-    whole, fresh = bits(trainer), bits(restored(path, is_own=False, parts=frozenset()))
+    whole, fresh = bits(trainer), bits(restored(Origin(path, frozenset())))
     moments = {name for name in whole if name.split(".")[1].isdigit()}
     for parts in ({"weights"}, {"optimizer"}, {"schedule"}, {"weights", "optimizer"}):
-        begun = restored(path, is_own=False, parts=frozenset(parts))
+        begun = restored(Origin(path, frozenset(parts)))
         now = bits(begun)
         is_loaded = {name: now.get(name) == value for name, value in whole.items()}
         assert all(is_loaded[name] == ("optimizer" in parts) for name in moments)
@@ -289,14 +292,14 @@ def test_the_parts_that_are_chosen_are_loaded_and_no_others(made: tuple[Path, Tr
 
 def test_a_critic_is_left_out_where_one_of_the_two_has_none(copied: Path, made: tuple[Path, Trainer]) -> None:
     grpo = Config.model_validate({"training": {"device": "cpu", "num_threads": 1}})
-    begun = restored(copied, grpo, is_own=False)
+    begun = restored(Origin(copied), grpo)
     assert begun.updates["actor"].applied == 2
     shutil.rmtree(copied / "critic")
     (copied / "state" / "critic.pt").unlink()
-    begun = restored(copied, is_own=False)
+    begun = restored(Origin(copied))
     assert (begun.updates["actor"].applied, begun.updates["critic"].applied) == (2, 0)
     with pytest.raises(CheckpointError, match="critic"):
-        restored(copied)
+        restored(own(copied))
 
 
 def test_a_run_stands_for_its_newest_checkpoint(made: tuple[Path, Trainer], copied: Path) -> None:
