@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,18 @@ import pytest
 
 from stenograph.accounts import Accounts
 from stenograph.config import Config
-from stenograph.engines.scripted import ScriptedEngine
+from stenograph.engines.base import WeightSource
+from stenograph.engines.scripted import Line, ScriptedEngine
 from stenograph.errors import StenographError, TraceError
 from stenograph.loop import Loop
+from stenograph.resuming import Resumption, resumption
 from stenograph.rundir import RunDir
 from stenograph.traces.experts import routed_experts
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Ledger, Opening
+from stenograph.traces.sqlite import SqliteTraceStore
+from stenograph.traces.store import TraceStore
 from stenograph.training.report import StepReport
 from stenograph.training.trainer import Trainer
 from stenograph.types import Payload, Rollout, Sample, Task, Turn
@@ -51,8 +56,8 @@ AHEAD = {
 class Recorded:
     """Attempts that were made before: each opens a session, and its turns are in the record."""
 
-    def __init__(self, store: MemoryTraceStore, mixed: Sequence[int] = ()) -> None:
-        self.store, self.mixed = store, mixed
+    def __init__(self, store: TraceStore, mixed: Sequence[int] = (), *, equal: bool = False) -> None:
+        self.store, self.mixed, self.equal = store, mixed, equal
         self.gateway = self
 
     async def run_all(self, pairs: Sequence[tuple[Task, str]]) -> list[Rollout]:
@@ -65,7 +70,7 @@ class Recorded:
         self.store.release(rollout.session for rollout in rollouts)
 
     def _run(self, n: int, task: Task, group: str) -> Rollout:
-        session, reward = f"s{n}", float(n)
+        session, reward = f"s{n}", 1.0 if self.equal else float(n)
         self.store.open(Opening(session, {"rollout_id": f"r{n}", "group_id": group, "task_id": task.id}))
         first = make_turn([1, 2], [3, 4])
         if n in self.mixed:
@@ -93,10 +98,21 @@ async def on_engine(work: Coroutine[Any, Any, Any]) -> Any:
     return await work
 
 
+class Told(ScriptedEngine):
+    """Notes the versions that it is told of."""
+
+    def __init__(self, script: list[Line], *, context_length: int) -> None:
+        super().__init__(script, context_length=context_length)
+        self.versions: list[int] = []
+
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        self.versions.append(version)
+
+
 class Holding(Recorded):
     """Each attempt is a turn that holds opaque bytes."""
 
-    def __init__(self, store: MemoryTraceStore) -> None:
+    def __init__(self, store: TraceStore) -> None:
         super().__init__(store)
         self.held: dict[str, list[Payload]] = {}  # by group: a step's
         self.next_is_done = threading.Event()  # what runs ahead of the step that is trained
@@ -148,9 +164,20 @@ class Reading(Trainer):
         return super().step(samples)
 
 
-def loop(folder: Path, store: MemoryTraceStore, attempts: Recorded, **settings: Any) -> Loop:
+class Failing(Reading):
+    """Does not wait for what runs ahead, of which there is nothing."""
+
+    def step(self, samples: Sequence[Sample]) -> StepReport:
+        self.attempts.next_is_done.set()
+        return super().step(samples)
+
+
+def loop(
+    folder: Path, store: TraceStore, attempts: Recorded, goes_on: Resumption | None = None, /, **settings: Any
+) -> Loop:
     config = Config(**{**CONFIG, **settings})
-    directory = RunDir.create(folder / "run", config)
+    directory = RunDir.create(folder / "run", config) if goes_on is None else RunDir(folder / "run")
+    goes_on = goes_on or Resumption()
     return Loop(
         config=config,
         run=directory,
@@ -164,6 +191,8 @@ def loop(folder: Path, store: MemoryTraceStore, attempts: Recorded, **settings: 
         dtypes={"engine_dtype": "none", "trainer_dtype": "float32"},
         watcher=Watchers(),
         accounts=Accounts(directory, store, config.select, Watchers()),
+        state=goes_on.state,
+        rolled_out=goes_on.batches,
     )
 
 
@@ -229,3 +258,48 @@ async def test_a_step_that_fails_lets_go_of_its_samples_and_of_what_waits(tmp_pa
     assert attempts.there() == [(STEPS[1], 2)]  # of its own sessions, which stay for whoever looks into it
     store.release([f"{STEPS[1]}-0", f"{STEPS[1]}-1"])
     assert attempts.there() == []
+
+
+RESUMED = {
+    "store": {"kind": "sqlite"},
+    "training": {
+        "steps": len(STEPS),
+        "checkpoint_every": len(STEPS),
+        "keep_checkpoints": 1,
+        "num_threads": 1,
+        "device": "cpu",
+    },
+}
+
+
+async def test_a_batch_holds_its_experts_until_a_checkpoint_covers_it(tmp_path: Path) -> None:
+    """Also those of sessions that were released: the step may have to be repeated."""
+    with closing(SqliteTraceStore(tmp_path / "traces.db")) as store:
+        attempts = Holding(store)
+        run = loop(tmp_path, store, attempts, **RESUMED)
+        run.trainer = Failing(run.config, attempts, fails_at=2)
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            await run.train()
+        assert store.release([f"{STEPS[0]}-0"]) == []  # that was the end of its step
+
+    with closing(SqliteTraceStore(tmp_path / "traces.db")) as store:
+        attempts, held = Holding(store), attempts.held
+        attempts.held = held
+        assert attempts.there() == [(STEPS[0], 2), (STEPS[1], 2)]
+        run = loop(tmp_path, store, attempts, resumption(RunDir(tmp_path / "run")), **RESUMED)
+        run.trainer = trainer = Failing(run.config, attempts)
+        await run.train()
+        assert [len(there) for there in trainer.there] == [2, 2, 3]
+        assert attempts.there() == []
+    assert [row["step"] for row in rows(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path, "rollouts.jsonl")] == [1, 1, 2, 2, 3, 3]
+
+
+async def test_an_engine_is_told_anew_after_a_step_that_changed_nothing(tmp_path: Path) -> None:
+    """So it goes on without a cache of what came before, as after a resume."""
+    store = MemoryTraceStore()
+    run = loop(tmp_path, store, Recorded(store, equal=True))
+    run.engine = engine = Told([], context_length=100)
+    await run.train()
+    assert rows(tmp_path, "metrics.jsonl")[0]["applied"] is False
+    assert engine.versions == [0, 0]
