@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from stenograph.config import Dtype, ModelConfig
 from stenograph.errors import ConfigError
@@ -51,7 +51,7 @@ def load_model(
 
     source = resolve_model(config)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             source,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
@@ -65,6 +65,7 @@ def load_model(
             f"model.path: cannot load a causal language model from {str(source)!r} ({reason}); "
             "give the folder of one, or a hub name that can be reached"
         ) from e
+    model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     if missing := info["missing_keys"]:  # which would be drawn at random
         told = f"model.path: {str(source)!r} lacks {len(missing)} of the model's weights, such as {min(missing)}"
         raise ConfigError(f"{told}; give the folder of a whole model")

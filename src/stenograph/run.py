@@ -13,19 +13,26 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from stenograph.agents import Agent, load_agent
 from stenograph.config import Config
 from stenograph.engines.base import Engine
 from stenograph.errors import ConfigError
 from stenograph.gateway.forwarding import private_address
 from stenograph.gateway.server import Gateway, new_admin_key
+from stenograph.judges import Judge, load_judge
+from stenograph.models import load_model, resolve_model
 from stenograph.rendering import Rendering, load_rendering, load_tokenizer
+from stenograph.rollouts import Attempts, GatewayClient
 from stenograph.rundir import JOURNAL, RunDir, written
+from stenograph.tasks import load_tasks
 from stenograph.traces.memory import MemoryTraceStore
 from stenograph.traces.sqlite import SqliteTraceStore
 from stenograph.traces.store import TraceStore
+from stenograph.types import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,8 +54,6 @@ async def serve(config: Config, listening: Callable[[str, str], None], sockets: 
     rendering = load_rendering(config.model)
     model = None
     if config.engine.kind == "local":
-        from stenograph.models import load_model
-
         model = load_model(config.model, dtype=config.engine.dtype)
     engine = await build_engine(config, rendering, model)
     stopped = asyncio.Event()
@@ -79,22 +84,9 @@ async def train(
     A new run may have an `origin`. What can be checked is, before anything heavy is imported or written.
     Raises ConfigError for what is wrong with the config, StenographError where the run fails.
     """
-    from stenograph.agents import load_agent
-    from stenograph.judges import load_judge
-    from stenograph.models import resolve_model
-    from stenograph.rollouts import Attempts, GatewayClient
-    from stenograph.tasks import load_tasks
-
-    if config.engine.kind == "vllm":
-        raise ConfigError('engine.kind = "vllm" cannot be given new weights: set engine.kind = "local" to train')
-    if config.gateway.num_processes > 1:
-        raise ConfigError("gateway.num_processes is of steno serve; steno train has one gateway: set it to 1")
     if not resumes:
         RunDir.check(folder)
-    agent, judge = load_agent(config.agent), load_judge(config.judge)
-    tasks = load_tasks(config.tasks)
-    evaluation = config.evaluation
-    held_out = load_tasks(evaluation.tasks, "evaluation.tasks")[: evaluation.max_tasks] if evaluation.every else []
+    work = _work(config)
     watcher.phase("loading the model")
     resolve_model(config.model)
 
@@ -106,12 +98,11 @@ async def train(
 
     rendering = load_rendering(config.model)
     async with AsyncExitStack() as stack:
-        run, goes_on = RunDir(folder), Resumption()
+        run, goes_on = RunDir(folder), Resumption(origin)
         if resumes:
             stack.enter_context(run.locked())
             goes_on = resumption(run)
-            origin = goes_on.origin
-        trainer = _trainer(config, origin)
+        trainer = _trainer(config, goes_on.origin)
         trainer.phases.enter("publish")  # so that the engine finds the actor on the device that it is to serve it from
         engine = await build_engine(config, rendering, trainer.model)
         stack.push_async_callback(engine.aclose)
@@ -122,29 +113,23 @@ async def train(
             RunDir.create(folder, config)
             stack.enter_context(run.locked())
         store = stack.enter_context(_recording(config, rendering, folder))
-        board = stack.enter_context(boards(run))
-        watchers = Watchers(watcher, Spans(run), *board)
+        watchers = Watchers(watcher, Spans(run), *stack.enter_context(boards(run)))
         accounts = Accounts(run, store, config.select, watchers)
         if resumes and isinstance(store, SqliteTraceStore):
             account_for_dead(store, store.path, accounts, goes_on.batches)
         elif origin is not None and config.training.checkpoint_every:
             begin(folder, trainer, load_tokenizer(config.model))
-        gateway_loop = await stack.enter_async_context(LoopThread())
-        gateway = await stack.enter_async_context(
-            gateway_loop.entered(lambda: _listening(config, engine, rendering, store))
-        )
-        url = config.gateway.public_url or gateway.url
-        client = await stack.enter_async_context(GatewayClient(url, gateway.admin_key, model=gateway.model_name))
+        on_engine, client = await stack.enter_async_context(_reached(config, engine, rendering, store))
         loop = Loop(
             config=config,
             run=run,
             engine=engine,
-            on_engine=gateway_loop.run,
+            on_engine=on_engine,
             store=store,
             trainer=trainer,
-            attempts=Attempts(client, agent, judge, config.rollouts.max_concurrent, changed),
-            tasks=tasks,
-            held_out=held_out,
+            attempts=Attempts(client, work.agent, work.judge, config.rollouts.max_concurrent, changed),
+            tasks=work.tasks,
+            held_out=work.held_out,
             dtypes=_dtypes(config),
             watcher=watchers,
             accounts=accounts,
@@ -155,6 +140,39 @@ async def train(
         return loop
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Who does what, and who scores it."""
+
+    agent: Agent
+    judge: Judge
+    tasks: list[Task]
+    held_out: list[Task]
+
+
+def _work(config: Config) -> _Work:
+    if config.engine.kind == "vllm":
+        raise ConfigError('engine.kind = "vllm" cannot be given new weights: set engine.kind = "local" to train')
+    if config.gateway.num_processes > 1:
+        raise ConfigError("gateway.num_processes is of steno serve; steno train has one gateway: set it to 1")
+    agent, judge = load_agent(config.agent), load_judge(config.judge)
+    tasks = load_tasks(config.tasks)
+    evaluation = config.evaluation
+    held_out = load_tasks(evaluation.tasks, "evaluation.tasks")[: evaluation.max_tasks] if evaluation.every else []
+    return _Work(agent, judge, tasks, held_out)
+
+
+@asynccontextmanager
+async def _reached(
+    config: Config, engine: Engine, rendering: Rendering, store: TraceStore
+) -> AsyncIterator[tuple[Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]], GatewayClient]]:
+    """A gateway on a loop of its own: how to call the engine there, and a client of it."""
+    async with LoopThread() as thread, thread.entered(lambda: _listening(config, engine, rendering, store)) as gateway:
+        url = config.gateway.public_url or gateway.url
+        async with GatewayClient(url, gateway.admin_key, model=gateway.model_name) as client:
+            yield thread.run, client
+
+
 def _trainer(config: Config, origin: Origin | None) -> Trainer:
     """The trainer and the models that `config` asks for, as far as `origin` goes as they are there.
 
@@ -162,7 +180,6 @@ def _trainer(config: Config, origin: Origin | None) -> Trainer:
     """
     import torch
 
-    from stenograph.models import load_model
     from stenograph.training.critic import critic_from_actor, load_critic
     from stenograph.training.trainer import Trainer
 
