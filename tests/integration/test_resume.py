@@ -163,11 +163,17 @@ def check_equal(run: Path, whole: Path) -> None:
 
 
 def check_accounts(run: Path, whole: Path) -> None:
-    """Every token that was sampled is in the run's ledger once, as its session has it, and no session is left."""
+    """What was sampled besides is dropped as interrupted."""
+    check_books(run)
     ledger = json.loads((run / "summary.json").read_text())["ledger"]
     of_whole = json.loads((whole / "summary.json").read_text())["ledger"]
     interrupted = ledger["dropped"].pop("interrupted", 0)
     assert ledger | {"sampled": ledger["sampled"] - interrupted} == of_whole
+
+
+def check_books(run: Path) -> None:
+    """Every token that was sampled is in the run's ledger once, as its session has it, and no session is left."""
+    ledger = json.loads((run / "summary.json").read_text())["ledger"]
     written = rows(run / "rollouts.jsonl")
     with open_journal(run) as journal:
         records = [journal.load(session) for session in journal.sessions()]
@@ -195,6 +201,17 @@ def test_a_crash_amid_the_rows_of_a_step_counts_each_rollout_once(project: Proje
     assert project.runner.run(Run(str(run), None)) == 0, (project.folder / "said").read_text()
     check_equal(run, project.whole)
     check_accounts(run, project.whole)
+
+
+@pytest.mark.slow
+def test_rollouts_that_ran_ahead_of_the_trainer_are_accounted_for(project: Project) -> None:
+    run, config = project.folder / "ahead", project.folder / "ahead.toml"
+    ahead = "max_concurrent = 2\nmax_staleness = 1"
+    config.write_text(Path(project.config).read_text().replace("max_concurrent = 1", ahead))
+    assert project.runner.run(Run(str(run), str(config), "publishing", 2)) == -9
+    assert project.runner.run(Run(str(run), None)) == 0, (project.folder / "said").read_text()
+    check_books(run)
+    assert [row["step"] for row in rows(run / "metrics.jsonl") if "reward_mean" in row] == [1, 2, 3]
 
 
 @pytest.mark.slow

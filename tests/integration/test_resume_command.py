@@ -215,6 +215,18 @@ def test_the_newest_checkpoint_where_it_is_damaged_gives_way_to_the_one_before(p
     assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3]
 
 
+def test_a_checkpoint_from_before_a_field_is_told_of_in_one_line(project: Project) -> None:
+    run = project.copy("early")
+    loop = run / "checkpoints" / "step-000002" / "state" / "loop.json"
+    held = json.loads(loop.read_text())
+    del held["engine"]
+    loop.write_text(json.dumps(held))
+    done = project.steno("train", "--resume", str(run), "--set", "training.steps=3")
+    assert done.code == 0, done.error
+    told = f"steno: warning: {loop} was written before it had engine; going on with ''"
+    assert [line for line in done.error.splitlines() if "warning" in line] == [told]
+
+
 def test_a_record_that_nothing_leads_to_is_refused(project: Project) -> None:
     run = project.copy("lost")
     shutil.rmtree(run / "checkpoints" / "step-000002")

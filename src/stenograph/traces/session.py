@@ -56,8 +56,8 @@ class Ledger:
     Each is counted once, however many samples hold it. `masked` has the reasons of `samples.mask_reason`; they hold
     from the commit on. `dropped` has those of `selection.selected` (`unadopted`, `role`, `overlong`), those of
     generations that became no turn (`aborted`, `engine_failed`, `commit_failed`), what `settle` is told
-    (`step_skipped`, `rollout_failed`), `released` for what nobody settled before its session's end, and `quarantined`
-    for turns that a journal could not give back. `in_flight` is what nobody has settled.
+    (`step_skipped`, `rollout_failed`, `interrupted`), `released` for what nobody settled before its session's end, and
+    `quarantined` for turns that a journal could not give back. `in_flight` is what nobody has settled.
     """
 
     sampled: int = 0
