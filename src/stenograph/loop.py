@@ -74,7 +74,7 @@ class Loop:
         return {
             "status": status,
             "steps": len(rewards),
-            "policy_version": self.state.policy_version,
+            "policy_version": self.trainer.version,
             "reward_first": rewards[0] if rewards else None,
             "reward_last": rewards[-1] if rewards else None,
             "seconds": self.accounts.seconds,
@@ -157,15 +157,15 @@ class Loop:
         async with self._engine_yields():
             report = await asyncio.to_thread(self.trainer.step, batch.samples)
             self.watcher.phase("publishing")
-            version = self.state.policy_version + report.applied
-            self.state = LoopState(batch.step + 1, version, batch.engine)
+            self.state = LoopState(batch.step + 1, batch.engine)
             await self._publish(changed=report.applied)
         self._record_tokens(batch)
         if not self.accounts.has_step(batch.step + 1):
             self._record(batch, report, time.monotonic() - began)
         # The gateway owns them, their addresses as well as their records.
         await self.attempts.gateway.release(r.session for r in batch.rollouts if r.session)
-        if all(np.isin(sample.versions, (-1, version - report.applied)).all() for sample in batch.samples):
+        current = (-1, self.trainer.version - report.applied)
+        if all(np.isin(sample.versions, current).all() for sample in batch.samples):
             self._check_difference(report)  # on older turns it also shows what was learnt since
         await self._save()
 
@@ -187,7 +187,7 @@ class Loop:
         """Also where the step has changed nothing: a run that is resumed here begins without a cache, too."""
         if changed:
             self.trainer.phases.enter("publish")
-        await self.on_engine(self.engine.update_weights(self.trainer.weights, self.state.policy_version))
+        await self.on_engine(self.engine.update_weights(self.trainer.weights, self.trainer.version))
         self.trainer.phases.enter("rollout")
 
     async def _draw_from(self, random_state: bytes) -> None:
@@ -208,11 +208,11 @@ class Loop:
 
     def _record(self, batch: RecordedBatch, report: StepReport, seconds: float) -> None:
         """Say where the step's tokens ended, and write it down."""
-        self.accounts.settle(batch.rollouts, applied=report.applied)
+        self.accounts.settle(batch.rollouts, applied=report.num_updates + report.num_critic_updates > 0)
         held = self.accounts.close(batch.step, batch.rollouts)
         row = {
             "step": batch.step + 1,
-            "policy_version": self.state.policy_version,
+            "policy_version": self.trainer.version,
             "time_s": self.accounts.seconds,
             **report.row(),
             "num_sampled_tokens": held.sampled,
@@ -264,7 +264,7 @@ class Loop:
             return
         self.watcher.phase("evaluation")
         result = await evaluate(self.attempts, self.held_out, self.config.evaluation.num_samples)
-        row = {"step": step, "policy_version": self.state.policy_version, "time_s": self.accounts.seconds}
+        row = {"step": step, "policy_version": self.trainer.version, "time_s": self.accounts.seconds}
         if not self.accounts.has_evaluation(step):
             self.accounts.add(row | {f"eval_{name}": value for name, value in asdict(result).items()})
 

@@ -27,6 +27,7 @@ from stenograph.traces.payloads import Holder
 from stenograph.traces.session import Ledger, Opening
 from stenograph.traces.sqlite import SqliteTraceStore
 from stenograph.traces.store import TraceStore
+from stenograph.training.critic import critic_from_actor
 from stenograph.training.report import StepReport
 from stenograph.training.trainer import Trainer
 from stenograph.types import Payload, Rollout, Sample, Task, Turn
@@ -178,13 +179,15 @@ def loop(
     config = Config(**{**CONFIG, **settings})
     directory = RunDir.create(folder / "run", config) if goes_on is None else RunDir(folder / "run")
     goes_on = goes_on or Resumption()
+    actor = tiny_model()
+    critic = critic_from_actor(actor, seed=0) if config.algorithm.has_critic else None
     return Loop(
         config=config,
         run=directory,
         engine=ScriptedEngine([], context_length=100),
         on_engine=on_engine,
         store=store,
-        trainer=Trainer(tiny_model(), config),
+        trainer=Trainer(actor, config, critic=critic),
         attempts=attempts,  # type: ignore[arg-type]
         tasks=[Task("t", "prompt")],
         held_out=[],
@@ -303,3 +306,16 @@ async def test_an_engine_is_told_anew_after_a_step_that_changed_nothing(tmp_path
     await run.train()
     assert rows(tmp_path, "metrics.jsonl")[0]["applied"] is False
     assert engine.versions == [0, 0]
+
+
+async def test_a_warm_up_trains_on_its_tokens_and_leaves_the_policy_as_it_is(tmp_path: Path) -> None:
+    store = MemoryTraceStore()
+    settings = {"algorithm": {"estimator": "gae"}, "critic": {"warmup_steps": 1}}
+    run = loop(tmp_path, store, Recorded(store), **settings)
+    await run.train()
+    (row,) = rows(tmp_path, "metrics.jsonl")
+    assert (row["is_warmup"], row["policy_version"], row["num_updates"], row["num_critic_updates"]) == (True, 0, 0, 2)
+    assert run.accounts.ledger.trained == 8
+    with np.load(tmp_path / "run" / "tokens" / "step-000001.npz") as tokens:
+        recorded = {name.rpartition("/")[2] for name in tokens}
+    assert recorded >= {"values", "returns", "rewards", "advantages", "loss_mask", "mask_reason", "mask_reasons"}

@@ -33,7 +33,7 @@ def test_weights_are_aligned_wherever_they_lie_in_their_file(tmp_path: Path) -> 
     tiny_model().save_pretrained(tmp_path)
     model = load_model(ModelConfig(path=str(tmp_path)))
     assert all(p.data_ptr() % 64 == 0 for p in model.parameters())
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
 
 
 def test_a_model_that_is_not_whole_is_a_config_error(tmp_path: Path) -> None:

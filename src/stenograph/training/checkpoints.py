@@ -33,7 +33,6 @@ class LoopState:
     """Where the training loop stands."""
 
     step: int = 0  # steps that are done; the place in the order of tasks follows from it
-    policy_version: int = 0
     engine: bytes = b""  # its random state; empty: it draws from the seed on
 
 
@@ -123,8 +122,7 @@ def save(path: Path, trainer: Trainer, loop: LoopState, tokenizer: PreTrainedTok
             held = {"optimizer": updates.optimizer_state(), "schedule": updates.schedule_state()}
             torch.save(held, state / f"{name}.pt")
         _write_json(state / "trainer.json", trainer.state())
-        told = {"step": loop.step, "policy_version": loop.policy_version}
-        _write_json(state / "loop.json", told | {"engine": base64.b64encode(loop.engine).decode()})
+        _write_json(state / "loop.json", {"step": loop.step, "engine": base64.b64encode(loop.engine).decode()})
 
 
 def begin(run: Path, trainer: Trainer, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -220,8 +218,8 @@ def load_loop(path: Path) -> LoopState:
     file = path / "state" / "loop.json"
     with reading(file):
         step = int(path.name.removeprefix(f"{STEP}-"))
-        held = _known(orjson.loads(file.read_bytes()), {"step": step, "policy_version": step, "engine": ""}, file)
-        return LoopState(held["step"], held["policy_version"], base64.b64decode(held["engine"]))
+        held = _known(orjson.loads(file.read_bytes()), {"step": step, "engine": ""}, file)
+        return LoopState(held["step"], base64.b64decode(held["engine"]))
 
 
 def _known(held: Mapping[str, Any], defaults: Mapping[str, Any], file: Path) -> dict[str, Any]:

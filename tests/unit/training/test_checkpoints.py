@@ -34,7 +34,7 @@ from stenograph.training.trainer import Trainer
 from support.models import perturb, tiny_model
 from support.samples import random_groups
 
-STATE = LoopState(step=3, policy_version=2, engine=b"\x00\xffrandom")
+STATE = LoopState(step=3, engine=b"\x00\xffrandom")
 
 
 def ppo(**training: Any) -> Config:
@@ -230,7 +230,7 @@ def without(file: Path, *names: str) -> None:
 def test_a_checkpoint_from_before_a_field_warns_and_goes_on_with_the_default(copied: Path) -> None:
     without(copied / "state" / "loop.json", "engine")
     with pytest.warns(UserWarning, match=r"loop\.json was written before it had engine; going on with ''"):
-        assert load_loop(copied) == LoopState(3, 2, b"")
+        assert load_loop(copied) == LoopState(3, b"")
     without(copied / "state" / "trainer.json", "beta")
     with pytest.warns(UserWarning, match="beta"):
         assert restored(own(copied)).num_steps == 2
