@@ -31,6 +31,7 @@ def settings(steps: int) -> list[str]:
     return [
         f"training.steps={steps}",
         f"evaluation.every={steps}",
+        "training.checkpoint_every=0",
         "evaluation.num_samples=4",
         "evaluation.max_tasks=64",
         "evaluation.tasks.size=64",
@@ -198,7 +199,7 @@ def main() -> int:
     told, good = verdict(results)
     print(f"{table(results)}\n\n{explained_table(results)}\n\n{told}")
     if len(results) == len(CASES):
-        set_to = ", ".join(f"`{setting}`" for setting in settings(arguments.steps)[:5])
+        set_to = ", ".join(f"`{setting}`" for setting in settings(arguments.steps)[:6])
         text = TEXT.format(
             table=table(results),
             explained=explained_table(results),
