@@ -111,14 +111,15 @@ async def train(
             run.reopen(config)
         else:
             RunDir.create(folder, config)
-            stack.enter_context(run.locked())
+            if origin is not None and config.training.checkpoint_every:
+                watcher.phase("saving")
+                begin(folder, trainer, load_tokenizer(config.model))
+            stack.enter_context(run.locked())  # from here on it can be resumed, and its beginning is there
         store = stack.enter_context(_recording(config, rendering, folder))
         watchers = Watchers(watcher, Spans(run), *stack.enter_context(boards(run)))
         accounts = Accounts(run, store, config.select, watchers)
         if resumes and isinstance(store, SqliteTraceStore):
             account_for_dead(store, store.path, accounts, goes_on.batches)
-        elif origin is not None and config.training.checkpoint_every:
-            begin(folder, trainer, load_tokenizer(config.model))
         on_engine, client = await stack.enter_async_context(_reached(config, engine, rendering, store))
         loop = Loop(
             config=config,

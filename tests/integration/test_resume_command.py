@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from stenograph.errors import ConfigError
 from stenograph.rendering import builtin_tokenizer
 from stenograph.rundir import JOURNAL, RunDir, open_journal
-from support.killed import Done, Runner, runner
+from support.killed import Done, Run, Runner, runner
 from support.models import tiny_model
 
 AGENT = """
@@ -286,6 +286,14 @@ def test_a_new_run_begins_with_a_part_of_another(project: Project) -> None:
     refused(project.train("never", "--init-from", "/nowhere"), "/nowhere is neither a checkpoint nor a run")
     refused(project.train("never", "--init-from", str(origin), "--load", "momentum"), "--load momentum")
     assert not (project.folder / "never").exists()
+
+
+def test_a_run_that_is_killed_before_its_beginning_is_saved_never_goes_on_from_another(project: Project) -> None:
+    run = project.folder / "never-begun"
+    begun = Run(str(run), str(project.folder / "config.toml"), "saving", origin=str(project.folder / "done"))
+    assert project.runner.run(begun) == -signal.SIGKILL
+    assert not (run / "checkpoints" / "step-000000").exists()
+    refused(project.steno("train", "--resume", str(run)), "not the folder of a run of steno train")
 
 
 def test_a_device_that_is_given_to_one_model_at_a_time_changes_nothing(project: Project) -> None:

@@ -29,6 +29,7 @@ import transformers.models.llama
 from stenograph.config_loading import load_config
 from stenograph.resuming import resumed_config
 from stenograph.run import train
+from stenograph.training.checkpoints import Origin
 
 
 class Killer:
@@ -45,13 +46,14 @@ class Killer:
         self.phase("row")
 
 
-def run(folder, config, phase, times):
+def run(folder, config, phase, times, origin):
     killer = Killer(phase, times)
+    origin = Origin.chosen(Path(origin), "weights") if origin else None
     if config is None:
         settings = resumed_config(Path(folder), None)
     else:
         settings = load_config(Path(config))
-    uvloop.run(train(settings, Path(folder), killer, lambda _: None, resumes=config is None))
+    uvloop.run(train(settings, Path(folder), killer, lambda _: None, resumes=config is None, origin=origin))
 
 
 def steno(argv, out, error):
@@ -93,6 +95,7 @@ class Run:
     config: str | None
     phase: str | None = None
     times: int = 1
+    origin: str | None = None  # the run that a new one begins with
 
 
 @dataclass(frozen=True, slots=True)
