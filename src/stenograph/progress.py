@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -69,8 +70,10 @@ class Progress:
 
 def _line(row: dict[str, Any], left: str) -> str:
     if "eval_reward_mean" in row:
-        spread = row["eval_reward_stderr"]
-        return f"step {row['step']:>4}  held out {row['eval_reward_mean']:.3f} ± {spread:.3f}"
+        mean, spread = row["eval_reward_mean"], row["eval_reward_stderr"]
+        if mean is None or math.isnan(mean):  # None: read back from JSON, which has no nan
+            return f"step {row['step']:>4}  held out: no attempt was scored"
+        return f"step {row['step']:>4}  held out {mean:.3f} ± {spread:.3f}"
     rate = row["num_sampled_tokens"] / max(row["seconds"], 1e-9)
     shown = f"step {row['step']:>4}  reward {row['reward_mean']:.3f} {_bar(row['reward_mean'])}"
     return f"{shown}  {row['num_sampled_tokens']} tokens, {rate:.0f}/s, {row['seconds']:.0f} s  {left}".rstrip()
