@@ -119,7 +119,9 @@ class Trainer:
             warnings.warn(f"the checkpoint says nothing of {name}; it goes on from {own[name]}", stacklevel=2)
         known = own | dict(state)
         self.num_steps, self.version = known["num_steps"], known["version"]
-        self.beta, self._is_critic_warm = known["beta"], known["is_critic_warm"]
+        self._is_critic_warm = known["is_critic_warm"]
+        if self._algorithm.kl.target is not None:  # a fixed one is the configuration's
+            self.beta = known["beta"]
 
     def old_logprobs(self, samples: Sequence[Sample]) -> list[Logprobs]:
         """Log-probabilities of each sample's trainable tokens under the weights as they are: [tokens], 0.0 elsewhere.

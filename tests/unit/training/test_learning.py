@@ -244,6 +244,12 @@ def test_a_step_goes_on_from_a_state_as_if_nothing_had_been_between() -> None:
     assert same_weights(after.model, weights_of(whole.model))
 
 
+def test_a_fixed_beta_is_what_the_configuration_says_now() -> None:
+    before, after = (make_trainer(GAE | {"kl": KL | {"beta": beta}}) for beta in (0.5, 0.25))
+    after.load_state(before.state())
+    assert after.beta == 0.25
+
+
 def test_what_a_state_lacks_is_said_and_kept() -> None:
     trainer = make_trainer({"estimator": "gae"})
     trainer.beta = 0.125
