@@ -235,7 +235,7 @@ class Loop:
     async def _save(self) -> None:
         """A checkpoint where one is due, before anything else moves the engine's random state."""
         training, run = self.config.training, self.run.path
-        is_last = self.state.step == training.steps
+        is_last = self.state.step >= training.steps  # a resumed run may ask for fewer than were rolled out
         is_due = training.checkpoint_every and self.state.step % training.checkpoint_every == 0
         if not (is_last or is_due):
             return
@@ -259,7 +259,7 @@ class Loop:
         evaluation had left the engine; what was measured first stands.
         """
         step, every = self.state.step, self.config.evaluation.every
-        is_last = step == self.config.training.steps
+        is_last = step >= self.config.training.steps
         if not every or (step % every and not is_last) or (is_last and self.accounts.has_evaluation(step)):
             return
         self.watcher.phase("evaluation")

@@ -215,6 +215,21 @@ def test_the_newest_checkpoint_where_it_is_damaged_gives_way_to_the_one_before(p
     assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3]
 
 
+def test_fewer_steps_than_were_rolled_out_end_with_a_checkpoint_too(project: Project) -> None:
+    run = project.copy("fewer")
+    (run / "summary.json").unlink()
+    last = run / "checkpoints" / "step-000002"
+    before = weights(last)
+    shutil.rmtree(last)  # its batch is left
+    done = project.steno(
+        "train", "--resume", str(run), "--set", "training.steps=1", "--set", "training.checkpoint_every=9"
+    )
+    assert done.code == 0, done.error
+    assert json.loads(done.out)["steps"] == 2
+    after = weights(last)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_a_checkpoint_from_before_a_field_is_told_of_in_one_line(project: Project) -> None:
     run = project.copy("early")
     loop = run / "checkpoints" / "step-000002" / "state" / "loop.json"
