@@ -198,7 +198,7 @@ class Origin:
                 file = self.checkpoint / "state" / f"{name}.pt"
                 with reading(file):
                     held = torch.load(file, map_location="cpu", weights_only=True)
-                held = _known(held, {"optimizer": {}, "schedule": {}}, file)
+                    held = _known(held, {"optimizer": {}, "schedule": {}}, file)
                 if "optimizer" in self.parts:
                     updates.load_optimizer(held["optimizer"])
                 if "schedule" in self.parts:
@@ -206,8 +206,7 @@ class Origin:
         if self.is_own:
             file = self.checkpoint / "state" / "trainer.json"
             with reading(file):
-                held = orjson.loads(file.read_bytes())
-            trainer.load_state(held)
+                trainer.load_state(orjson.loads(file.read_bytes()))
 
     @property
     def _has_critic(self) -> bool:

@@ -261,6 +261,16 @@ def test_a_damaged_checkpoint_says_where_and_what_to_do(copied: Path, file: str,
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("file", ["state/actor.pt", "state/trainer.json"])
+def test_what_can_be_read_and_is_no_state_is_damage_too(copied: Path, file: str) -> None:
+    if file.endswith(".json"):
+        (copied / file).write_text("[]")
+    else:
+        torch.save([], copied / file)
+    with pytest.raises(CheckpointError, match=f"{file} is damaged .* take the one before"):
+        restored(own(copied))
+
+
 def test_a_checkpoint_without_the_loop_is_damaged(copied: Path) -> None:
     (copied / "state" / "loop.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"loop\.json is damaged .* take the one before"):
