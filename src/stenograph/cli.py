@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import warnings
@@ -122,6 +123,8 @@ def _train(
     from stenograph.progress import Progress, closing
     from stenograph.run import train
 
+    # Whoever asks politely gets what Ctrl-C gets: its agents ended, and a summary.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with Progress(settings.training.steps, rows=rows) as progress:
         loop = _run(train(settings, folder, progress, progress.running, resumes=resumes, origin=origin))
     summary = loop.summary("completed", None)

@@ -142,9 +142,10 @@ def test_a_run_that_is_done_says_so_and_goes_on_where_more_is_asked(project: Pro
     assert project.steno("train", "--resume", str(run)).code == 0  # and knows now that it is done
 
 
-def test_an_interrupt_between_steps_can_be_resumed(project: Project) -> None:
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_between_steps_can_be_resumed(project: Project, name: signal.Signals) -> None:
     """Whatever its agents were at is in the ledger, and nothing of it is left."""
-    run = project.folder / "interrupted"
+    run = project.folder / f"interrupted-{name}"
     wait = project.folder / "wait"
     wait.touch()
     try:
@@ -154,7 +155,7 @@ def test_an_interrupt_between_steps_can_be_resumed(project: Project) -> None:
             time.sleep(0.1)
         with pytest.raises(ConfigError, match="still running"), RunDir(run).locked():
             pass
-        os.kill(process, signal.SIGINT)
+        os.kill(process, name)
         assert project.runner.end().code == 130
     finally:
         wait.unlink()
