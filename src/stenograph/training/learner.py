@@ -92,7 +92,7 @@ class Learner:
         denominator = objective.denominator(minibatch)
         computed = [arrays for arrays in minibatch if objective.is_computed(arrays)]
         if denominator == 0 or not computed:
-            reason = "no trainable tokens" if denominator == 0 else "every advantage is 0"
+            reason = "no trainable tokens" if denominator == 0 else "every gradient is 0"
             self.updates.skip(reason)
             learnt.skipped.append(self._told(reason))
             return

@@ -66,7 +66,7 @@ def policy_objective(
     return Objective(
         loss,
         denominator=lambda sequences: weighting.denominator(sequences, config),
-        is_computed=lambda arrays: can_move_actor(arrays, config),
+        is_computed=lambda arrays: can_move_actor(arrays, config) and not _is_rejected(arrays, config),
     )
 
 
@@ -99,3 +99,8 @@ def can_move_actor(arrays: TokenArrays, config: AlgorithmConfig) -> bool:
     if config.has_critic or config.kl.placement == "loss":  # their advantages are not known before the first pass
         return len(advantages) > 0
     return bool((advantages != 0).any())
+
+
+def _is_rejected(arrays: TokenArrays, config: AlgorithmConfig) -> bool:
+    """Whether no token's loss weighs anything; an update on such alone would go on by its momentum."""
+    return config.kl.placement != "loss" and not arrays["weights"][arrays["loss_mask"]].any()

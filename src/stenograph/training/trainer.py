@@ -136,7 +136,7 @@ class Trainer:
         """Train on whole groups of rollouts: each model `num_epochs` times over `num_minibatches`, one update each.
 
         `old_logprobs` and `values` are frozen before the first update. A loss has one denominator for all packs and
-        ranks of a mini-batch. Samples whose advantage is 0 count in it; where nothing else has a gradient, they are not
+        ranks of a mini-batch. Samples whose advantage is 0, or whose tokens are all rejected, count in it, and are not
         computed. An update with nothing to learn from, or whose gradient is not finite or too large, is skipped and
         said so in the report; weights and moments stay untouched.
 

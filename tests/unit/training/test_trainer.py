@@ -174,7 +174,7 @@ def test_groups_of_equal_rewards_are_counted_and_not_computed() -> None:
 @pytest.mark.parametrize(
     ("samples", "reason"),
     [
-        ([dataclasses.replace(s, reward=0.5) for s in random_groups()], "every advantage is 0"),
+        ([dataclasses.replace(s, reward=0.5) for s in random_groups()], "every gradient is 0"),
         (
             [dataclasses.replace(s, loss_mask=np.zeros(len(s.ids), bool)) for s in random_groups()],
             "no trainable tokens",

@@ -126,7 +126,7 @@ def test_equal_rewards_and_single_rollouts_give_exactly_0(estimator: str) -> Non
     trainer = make_trainer({"estimator": estimator, "k": 2 if estimator == "pass_at_k" else None})
     report = trainer.step([*samples, alone])
     assert not np.concatenate(arrays(trainer, "advantages")).any()
-    assert report.skipped == ("every advantage is 0",)
+    assert report.skipped == ("every gradient is 0",)
 
 
 def stale() -> list[Sample]:
@@ -186,6 +186,22 @@ def test_tokens_that_cannot_move_the_actor_are_rejected_like_others() -> None:
         assert reports[-1].metrics["importance_weight_max"] == pytest.approx(1.0, rel=1e-5)
     # as many tokens again in the denominator, and nothing more in what it divides
     assert reports[1].metrics["loss"] == pytest.approx((reports[0].metrics["loss"] or math.nan) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [{"estimator": "gae"}, {}], ids=["gae", "grpo"])
+def test_a_step_whose_tokens_are_all_rejected_leaves_the_actor_as_it_was(algorithm: dict[str, Any]) -> None:
+    trainer = make_trainer(algorithm | {"off_policy": {"level": "token", "max_staleness": 9}}, weight_decay=0.1)
+    assert trainer.step(varied_rollouts()).applied  # moments that would move the weights further
+    before, trainer.version = weights_of(trainer.model), 20
+    report = trainer.step(varied_rollouts())
+    assert report.metrics["rejected_fraction"] == 1.0
+    assert (report.applied, report.skipped, report.metrics["grad_norm"]) == (False, ("every gradient is 0",), None)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(trainer.model).items())
+    assert report.num_critic_updates == (2 if trainer.critic is not None else 0)  # what was earned is known all the same
+
+    pulled = make_trainer(algorithm | {"off_policy": {"level": "token", "max_staleness": 9}, "kl": {"placement": "loss"}})
+    pulled.version = 20
+    assert pulled.step(varied_rollouts()).applied  # by what no ratio weighs
 
 
 def two_temperatures(mode: Any = "processed") -> Sample:

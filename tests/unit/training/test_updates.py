@@ -117,14 +117,14 @@ def test_the_update_after_a_skipped_one_has_exactly_its_own_gradients() -> None:
     for seed in range(4):
         update(stumbling, updates, 50 + seed, scale=math.nan)
         backward(stumbling, 60 + seed)
-        updates.skip("every advantage is 0")
+        updates.skip("every gradient is 0")
         update(stumbling, updates, 70 + seed, scale=1e6)
         assert all(p.grad is None for p in stumbling.parameters())
         assert update(stumbling, updates, seed) == update(straight, expected, seed)
         assert equal(everything(stumbling, updates), everything(straight, expected))
     assert updates.skipped == {
         "gradient is not finite": 4,
-        "every advantage is 0": 4,
+        "every gradient is 0": 4,
         "gradient norm over max_grad_norm_skip": 4,
     }
     assert (updates.attempted, updates.applied) == (16, 4)
@@ -174,8 +174,8 @@ def test_a_resumed_run_has_the_rates_and_weights_of_the_uninterrupted(
         assert resumed.lr == updates.lr
         assert update(other, resumed, seed) == update(network, updates, seed)
         assert equal(everything(other, resumed), everything(network, updates))
-    resumed.skip("every advantage is 0")
-    assert resumed.skipped == {**updates.skipped, "every advantage is 0": 1}
+    resumed.skip("every gradient is 0")
+    assert resumed.skipped == {**updates.skipped, "every gradient is 0": 1}
 
     moments = [value for entry in saved[1]["state"] for value in entry.values()]
     assert equal(moments, [value for entry in before[1]["state"] for value in entry.values()])  # what was read stays
@@ -282,7 +282,7 @@ def test_what_a_checkpoint_lacks_is_said_and_stays_as_it_is() -> None:
         updates.load_schedule({"applied": 5})
     assert (updates.applied, updates.attempted) == (5, 6)
     with pytest.warns(UserWarning, match="applied = 5"):
-        updates.load_schedule({"skipped": {"every advantage is 0": 2}})
+        updates.load_schedule({"skipped": {"every gradient is 0": 2}})
     assert (updates.applied, updates.attempted) == (5, 7)
 
 
