@@ -321,6 +321,12 @@ class Config(BaseSettings):
                 f"algorithm.k = {self.algorithm.k} attempts are more than rollouts.group_size = "
                 f"{self.rollouts.group_size} has; lower it, or make groups larger"
             )
+        kl, num_rollouts = self.algorithm.kl, self.rollouts.num_groups * self.rollouts.group_size
+        if kl.target is not None and kl.horizon < num_rollouts:
+            raise ValueError(
+                f"algorithm.kl.horizon = {kl.horizon} is less than a step's {num_rollouts} rollouts, and beta would "
+                "swing by more than a fifth at once, below 0 even; raise it, or make steps smaller"
+            )
         if self.training.offload and self.rollouts.max_staleness > 0:
             raise ValueError(
                 "training.offload gives the device to one model at a time, and rollouts that run ahead need the engine "

@@ -40,6 +40,8 @@ class KLConfig(Section):
             raise ValueError(f'nothing reads {", ".join(idle)}; set placement = "reward" or "loss", or leave it out')
         if self.placement == "loss" and self.behaviour == "engine":
             raise ValueError('behaviour = "engine" is of placement = "reward": the loss has the policy\'s own')
+        if self.target is None and self.changed("horizon"):
+            raise ValueError("nothing reads horizon; set a target that beta is adapted to, or leave it out")
         return self
 
 
@@ -103,6 +105,8 @@ class AlgorithmConfig(Section):
             raise ValueError('reduction = "constant_length" needs `length`, and no other reads it')
         if self.policy_loss == "cispo" and self.clip_dual is not None:
             raise ValueError('policy_loss = "cispo" has no use for clip_dual; leave it out')
+        if self.lam != "length_adaptive" and self.has_critic and self.changed("lam_alpha"):
+            raise ValueError('nothing reads lam_alpha; set lam = "length_adaptive", or leave it out')
         return self
 
     @model_validator(mode="after")
@@ -165,7 +169,7 @@ class TrainingConfig(OptimizerConfig):
     num_threads: PositiveInt | None = None  # torch's; default: its own choice
     device: str | None = None  # default: cuda where there is one, else cpu
     offload: bool = False  # what a phase does not need waits in main memory
-    seed: int = 0
+    seed: NotNegativeInt = 0
     record: Annotated[str, Field(pattern=r"^(all|none|sample:\d+)$")] = "sample:64"  # branches a step, per token
     checkpoint_every: NotNegativeInt = 10  # steps; also after the last. 0: never
     keep_checkpoints: PositiveInt = 2  # the newest; those before go

@@ -116,7 +116,14 @@ def test_our_own_environment_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> N
         ("[algorithm.kl]\nplacement = 'reward'\n", r"needs rewards of tokens: set estimator = \"gae\""),
         ("[algorithm.kl]\nplacement = 'loss'\nkind = 'k1'\n", r"expected gradient of 0 in the loss; use \"k2\""),
         ("[algorithm.off_policy]\nhigh = 3\n", r"nothing reads high; set level = \"token\""),
+        ("[algorithm.kl]\nplacement = 'loss'\nhorizon = 99\n", r"nothing reads horizon; set a target"),
+        ("[algorithm]\nestimator = 'gae'\nlam_alpha = 0.1\n", r"nothing reads lam_alpha; set lam = \"length_adaptive\""),
         ("[training]\nlr_min = 1\n", r"lr_min = 1.0 is above lr = 1e-05"),
+        ("[training]\nseed = -1\n", r"training\.seed: .*greater than or equal to 0, got -1"),
+        (
+            "[algorithm.kl]\nplacement = 'loss'\ntarget = 0.1\nhorizon = 31\n",
+            r"kl\.horizon = 31 is less than a step's 32 rollouts, .*; raise it",
+        ),
         (
             "[engine]\nweights = 'copy'\n[training]\noffload = true\n[rollouts]\nmax_staleness = 1\n",
             r"gives the device to one model at a time",
@@ -164,6 +171,8 @@ def test_settings_that_do_not_go_together(sections: dict[str, dict[str, object]]
         ["engine.dtype=float32"],
         ["evaluation.every=2", "evaluation.tasks.dataset=x"],
         ["algorithm.estimator=pass_at_k", "algorithm.k=8"],
+        ["algorithm.kl.placement=loss", "algorithm.kl.target=0.1", "algorithm.kl.horizon=32"],
+        ["algorithm.estimator=gae", "algorithm.lam=length_adaptive", "algorithm.lam_alpha=0.1"],
     ],
 )
 def test_settings_that_do(overrides: list[str]) -> None:
