@@ -156,6 +156,9 @@ def _work(config: Config) -> _Work:
         raise ConfigError('engine.kind = "vllm" cannot be given new weights: set engine.kind = "local" to train')
     if config.gateway.num_processes > 1:
         raise ConfigError("gateway.num_processes is of steno serve; steno train has one gateway: set it to 1")
+    if config.model.dtype == "float16":  # the second moments of gradients below 0.01 are 0 in it, and steps boundless
+        told = 'model.dtype = "float16" is too coarse for an optimizer\'s moments'
+        raise ConfigError(f'{told}: set model.dtype = "float32", and training.autocast = "bfloat16" for speed')
     agent, judge = load_agent(config.agent), load_judge(config.judge)
     tasks = load_tasks(config.tasks)
     evaluation = config.evaluation

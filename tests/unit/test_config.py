@@ -18,6 +18,8 @@ from stenograph import config_training
 from stenograph.config import Config
 from stenograph.config_loading import load_config
 from stenograph.errors import ConfigError
+from stenograph.progress import Progress
+from stenograph.run import train
 from stenograph.rundir import RunDir
 
 ROOT = Path(stenograph.__file__).parent
@@ -117,7 +119,7 @@ def test_our_own_environment_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> N
         ("[algorithm.kl]\nplacement = 'loss'\nkind = 'k1'\n", r"expected gradient of 0 in the loss; use \"k2\""),
         ("[algorithm.off_policy]\nhigh = 3\n", r"nothing reads high; set level = \"token\""),
         ("[algorithm.kl]\nplacement = 'loss'\nhorizon = 99\n", r"nothing reads horizon; set a target"),
-        ("[algorithm]\nestimator = 'gae'\nlam_alpha = 0.1\n", r"nothing reads lam_alpha; set lam = \"length_adaptive\""),
+        ("[algorithm]\nestimator = 'gae'\nlam_alpha = 0.1\n", r"nothing reads lam_alpha; set lam = \"length"),
         ("[training]\nlr_min = 1\n", r"lr_min = 1.0 is above lr = 1e-05"),
         ("[training]\nseed = -1\n", r"training\.seed: .*greater than or equal to 0, got -1"),
         (
@@ -161,6 +163,12 @@ def test_a_file_that_is_wrong(tmp_path: Path, text: str, told: str) -> None:
 def test_settings_that_do_not_go_together(sections: dict[str, dict[str, object]], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load_config(None, [f"{s}.{k}={_toml(v)}" for s, values in sections.items() for k, v in values.items()])
+
+
+async def test_nothing_is_trained_in_float16(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'"float16" is too coarse .*: set model\.dtype = "float32"'):
+        await train(load_config(None, ["model.dtype=float16"]), tmp_path / "run", Progress(1), lambda _: None)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

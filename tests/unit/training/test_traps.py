@@ -190,16 +190,17 @@ def test_tokens_that_cannot_move_the_actor_are_rejected_like_others() -> None:
 
 @pytest.mark.parametrize("algorithm", [{"estimator": "gae"}, {}], ids=["gae", "grpo"])
 def test_a_step_whose_tokens_are_all_rejected_leaves_the_actor_as_it_was(algorithm: dict[str, Any]) -> None:
-    trainer = make_trainer(algorithm | {"off_policy": {"level": "token", "max_staleness": 9}}, weight_decay=0.1)
+    algorithm = algorithm | {"off_policy": {"level": "token", "max_staleness": 9}}
+    trainer = make_trainer(algorithm, weight_decay=0.1)
     assert trainer.step(varied_rollouts()).applied  # moments that would move the weights further
     before, trainer.version = weights_of(trainer.model), 20
     report = trainer.step(varied_rollouts())
     assert report.metrics["rejected_fraction"] == 1.0
     assert (report.applied, report.skipped, report.metrics["grad_norm"]) == (False, ("every gradient is 0",), None)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(trainer.model).items())
-    assert report.num_critic_updates == (2 if trainer.critic is not None else 0)  # what was earned is known all the same
+    assert report.num_critic_updates == (2 if trainer.critic is not None else 0)  # what was earned is known
 
-    pulled = make_trainer(algorithm | {"off_policy": {"level": "token", "max_staleness": 9}, "kl": {"placement": "loss"}})
+    pulled = make_trainer(algorithm | {"kl": {"placement": "loss"}})
     pulled.version = 20
     assert pulled.step(varied_rollouts()).applied  # by what no ratio weighs
 
