@@ -33,7 +33,7 @@ def attempts_of(samples: Sequence[Sample]) -> list[Attempt]:
 
     A sample without a rollout is one of its own session; a rollout without a group is a group of its own.
 
-    Raises ValueError for a rollout without a reward, and for one whose samples disagree.
+    Raises ValueError for a rollout without a reward, with one that is not finite, and whose samples disagree.
     """
     members: dict[str, list[int]] = {}
     for n, sample in enumerate(samples):
@@ -47,6 +47,9 @@ def attempts_of(samples: Sequence[Sample]) -> list[Attempt]:
         (reward,), (group,) = rewards, groups
         if reward is None:
             raise ValueError(f"rollout {name} has no reward; judge it, or leave it out of the step")
+        of_turns = [turn.reward for n in indices for turn in samples[n].turns if turn.reward is not None]
+        if not np.isfinite([reward, *of_turns]).all():  # in one whitened batch it would spoil every other advantage
+            raise ValueError(f"rollout {name} has a reward that is not finite; judge it anew, or leave it out")
         attempts.append(Attempt(tuple(indices), group or f"rollout {name}", reward, samples[indices[0]].task_id))
     return attempts
 

@@ -140,7 +140,8 @@ class Trainer:
         computed. An update with nothing to learn from, or whose gradient is not finite or too large, is skipped and
         said so in the report; weights and moments stay untouched.
 
-        Raises ValueError for a sample without a reward, and for rollouts whose samples disagree.
+        Raises ValueError for a sample whose reward, or a turn's, is missing or not finite, and for rollouts whose
+        samples disagree.
         """
         started = time.perf_counter()
         is_warmup = self.is_warmup

@@ -17,6 +17,7 @@ from stenograph.training.trainer import StepReport, Trainer
 from stenograph.types import Sample
 from support.models import tiny_model
 from support.samples import VOCAB, make_sample, random_groups
+from support.steps import make_trainer
 
 
 def trainer(seed: int = 0, *, dtype: torch.dtype = torch.float32, estimator: Any = "grpo", **training: Any) -> Trainer:
@@ -254,6 +255,19 @@ def test_samples_that_contradict_each_other_are_refused() -> None:
         trainer().step([make_sample(pieces, reward=None)])
     with pytest.raises(ValueError, match="disagree"):
         trainer().step([make_sample(pieces, reward=0.0), make_sample(pieces, reward=1.0, branch=1)])
+
+
+@pytest.mark.parametrize("algorithm", [{"estimator": "gae"}, {}], ids=["gae", "grpo"])
+def test_a_reward_that_is_no_number_is_refused(algorithm: dict[str, Any]) -> None:
+    sample = make_sample([("context", [1]), ("output", [2])])
+    (turn,) = sample.turns
+    broken = (
+        dataclasses.replace(sample, reward=math.nan),
+        dataclasses.replace(sample, turns=(dataclasses.replace(turn, reward=math.inf),)),
+    )
+    for one in broken:
+        with pytest.raises(ValueError, match="rollout r has a reward that is not finite; judge it anew"):
+            make_trainer(algorithm).step([one, make_sample([("context", [1]), ("output", [3])], rollout="other")])
 
 
 def test_weights_name_each_tensor_once() -> None:
