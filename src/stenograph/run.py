@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from stenograph.agents import Agent, load_agent
 from stenograph.config import Config
 from stenograph.engines.base import Engine
-from stenograph.errors import ConfigError
+from stenograph.errors import CheckpointError, ConfigError
 from stenograph.gateway.forwarding import private_address
 from stenograph.gateway.server import Gateway, new_admin_key
 from stenograph.judges import Judge, load_judge
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from stenograph.engines.vllm import VllmEngine
     from stenograph.loop import Loop
     from stenograph.training.checkpoints import Origin
+    from stenograph.training.critic import ValueModel
     from stenograph.training.trainer import Trainer
     from stenograph.watching import Watcher
 
@@ -191,7 +192,15 @@ def _trainer(config: Config, origin: Origin | None) -> Trainer:
     if origin is not None:
         origin.load_actor(actor, config.model)
     if config.algorithm.has_critic and config.critic.path is not None:
-        critic = load_critic(config.critic.path, dtype=getattr(torch, config.model.dtype))
+        try:
+            critic = load_critic(
+                Path(config.critic.path).expanduser(),
+                dtype=getattr(torch, config.model.dtype),
+                trust_remote_code=config.model.trust_remote_code,
+            )
+        except CheckpointError as e:
+            raise ConfigError(f"critic.path: {e}") from e
+        _check_vocabulary(critic, config)
     elif config.algorithm.has_critic:
         critic = critic_from_actor(actor, seed=config.training.seed)
     if critic is not None and origin is not None:
@@ -202,6 +211,16 @@ def _trainer(config: Config, origin: Origin | None) -> Trainer:
     if origin is not None:
         origin.load_training(trainer)
     return trainer
+
+
+def _check_vocabulary(critic: ValueModel, config: Config) -> None:
+    """Raises ConfigError for a critic that has no embedding of some token of the actor's."""
+    known, needed = critic.config.get_text_config().vocab_size, len(load_tokenizer(config.model))
+    if known < needed:  # more is usual: models of a family pad theirs to sizes of their own
+        raise ConfigError(
+            f"critic.path: {config.critic.path!r} knows {known} tokens, and the tokenizer of model.path has {needed}; "
+            "give the critic of a model that has the same tokenizer"
+        )
 
 
 async def build_engine(config: Config, rendering: Rendering, model: PreTrainedModel | None) -> Engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from stenograph.rendering import builtin_tokenizer
+from stenograph.training.critic import critic_from_actor
+from stenograph.training.weights import save_model
 from support.models import tiny_model
 
 STENO = str(Path(sys.executable).parent / "steno")
@@ -256,6 +259,23 @@ def test_an_existing_run_is_not_written_over(project: Path) -> None:
     done = train(project)
     assert done.returncode == 2
     assert "not empty" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("critic", "told"),
+    [
+        ("small", r"^steno: critic\.path: '.*small' knows 50 tokens, .* has 265; give the critic of a model that has"),
+        ("model", r"^steno: critic\.path: .*model is not a critic"),
+    ],
+)
+def test_a_critic_that_cannot_be_this_actors_is_one_line_before_the_first_rollout(
+    project: Path, critic: str, told: str
+) -> None:
+    save_model(critic_from_actor(tiny_model(50), seed=0), project / "small")
+    done = train(project, "algorithm.estimator=gae", f"critic.path={project / critic}")
+    assert (done.returncode, (project / "run").exists()) == (2, False)
+    assert [line for line in done.stderr.splitlines() if re.search(told, line)]
+    assert "Traceback" not in done.stderr
 
 
 def test_rollouts_may_run_ahead_of_the_trainer_on_a_copy_of_the_weights(project: Path) -> None:

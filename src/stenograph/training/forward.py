@@ -17,13 +17,13 @@ from stenograph.training.packing import Pack
 _ENTROPY_ROWS = 512  # bounds the second copy of the logits
 
 
-def check_packable(model: PreTrainedModel) -> None:
-    """Raise ConfigError for layers that would not honour a pack's attention mask."""
+def check_packable(model: PreTrainedModel, setting: str = "model.path") -> None:
+    """Raise ConfigError for layers that would not honour a pack's attention mask; `setting` chose the model."""
     window = "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"
     layers = set(getattr(model.config, "layer_types", None) or [window])
     if layers != {"full_attention"}:
         raise ConfigError(
-            f"model.path: {model.config.model_type} has layers of types {sorted(layers)}, and packed training needs "
+            f"{setting}: {model.config.model_type} has layers of types {sorted(layers)}, and packed training needs "
             "full attention in all of them; choose such a model"
         )
 

@@ -56,6 +56,8 @@ class Trainer:
     ) -> None:
         """`place` moves models and moments for `training.offload`; default: between the device and main memory."""
         check_packable(model)
+        if critic is not None:
+            check_packable(critic, "critic.path")
         _check_models(config, critic, reference)
         self._config = config
         self._algorithm = config.algorithm

@@ -7,10 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from stenograph.config import AlgorithmConfig, Config
 from stenograph.errors import ConfigError
 from stenograph.training.batch import SIGNALS, TokenArrays, sequence
+from stenograph.training.critic import critic_from_actor
 from stenograph.training.forward import check_packable, target_logprobs
 from stenograph.training.packing import pack
+from stenograph.training.trainer import Trainer
 from stenograph.types import Sample
 from support.models import tiny_model
 from support.samples import make_sample, random_groups
@@ -160,6 +163,9 @@ def test_layers_with_a_window_are_refused() -> None:
     with pytest.raises(ConfigError, match="sliding_attention"):
         check_packable(MistralForCausalLM(config))
     check_packable(MODEL)
+    critic = critic_from_actor(MistralForCausalLM(config), seed=0)
+    with pytest.raises(ConfigError, match=r"^critic\.path: mistral has .*sliding_attention"):
+        Trainer(MODEL, Config(algorithm=AlgorithmConfig(estimator="gae")), critic=critic)
 
 
 def test_the_attention_of_a_shared_module_is_put_back() -> None:
