@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from stenograph.algorithms.kl import kl
 from stenograph.algorithms.statistics import explained_variance, masked_mean
 from stenograph.training.batch import TokenArrays, flat
 from stenograph.training.credit import Attempt
@@ -56,9 +57,9 @@ def policies(sequences: Sequence[TokenArrays], *, has_old: bool, has_ref: bool) 
         "logprob_difference_mean": mean(apart.abs()),
         "logprob_difference_p99": float(np.quantile(apart.abs().numpy(), 0.99)) if len(apart) else None,
         "rollout_kl_k1": mean(apart),  # of the engine's policy against the trainer's
-        "rollout_kl_k3": mean(torch.expm1(-apart) + apart),
+        "rollout_kl_k3": mean(_k3(apart)),
         "ref_kl_k1": mean(to_ref),
-        "ref_kl_k3": mean(torch.expm1(-to_ref) + to_ref),
+        "ref_kl_k3": mean(_k3(to_ref)),
     }
 
 
@@ -77,8 +78,16 @@ def values(sequences: Sequence[TokenArrays], *, has_critic: bool) -> Metrics:
 def explained_variance_by_turn(sequences: Sequence[TokenArrays]) -> list[float | None]:
     """Of the first turns of all samples, of the second ones, ..."""
     mask, turn, values, returns = (flat(sequences, name) for name in ("loss_mask", "turn", "values", "returns"))
-    num_turns = int(turn[mask].max()) + 1 if mask.any() else 0
-    return [explained_variance(values, returns, mask & (turn == n)) for n in range(num_turns)]
+    mask = mask & (turn >= 0)
+    turn, order = turn[mask].sort(stable=True)  # so that every token is looked at once, however many turns there are
+    values, returns = values[mask][order], returns[mask][order]
+    counts = turn.bincount().tolist() if len(turn) else []
+    parts = zip(values.split(counts), returns.split(counts), strict=True)
+    return [explained_variance(v, r, torch.ones_like(v, dtype=torch.bool)) for v, r in parts]
+
+
+def _k3(log_ratios: torch.Tensor) -> torch.Tensor:
+    return kl(log_ratios, torch.zeros_like(log_ratios), kind="k3")
 
 
 def updates(models: Mapping[str, Updates], grad_norms: Mapping[str, list[float]]) -> Metrics:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from stenograph.training.batch import sequence
+from stenograph.training.measuring import explained_variance_by_turn
 from stenograph.training.report import Tally
 from stenograph.types import Sample
 from support.samples import VOCAB, make_sample
@@ -216,6 +219,29 @@ def test_explained_variance_is_told_turn_by_turn() -> None:
     give_values(trainer.critic, lambda ids: values[ids])
     report = trainer.step(samples)
     assert report.explained_variance_by_turn == pytest.approx([0.96, 0.0])
+
+
+def test_turns_of_samples_of_any_shape_are_told_apart() -> None:
+    rng, sequences = np.random.default_rng(0), []
+    for n in range(3):
+        pieces = [(kind, [1] * rng.integers(1, 5)) for _ in range(9 - n) for kind in ("context", "output")]
+        arrays = sequence(make_sample(pieces, rollout=f"r{n}"))
+        arrays["loss_mask"][arrays["turn"] == 4] = False  # one that nothing is trained of
+        arrays |= {name: rng.normal(size=len(arrays["ids"])).astype(np.float32) for name in ("values", "returns")}
+        sequences.append(arrays)
+    of_all = {name: np.concatenate([arrays[name] for arrays in sequences]) for name in sequences[0]}
+    expected = []
+    for n in range(9):
+        chosen = of_all["loss_mask"] & (of_all["turn"] == n)
+        returns, errors = of_all["returns"][chosen], (of_all["returns"] - of_all["values"])[chosen]
+        expected.append(pytest.approx(1 - errors.var() / returns.var(), rel=1e-5) if n != 4 else None)
+    assert explained_variance_by_turn(sequences) == expected
+
+
+def test_policies_that_are_far_apart_still_have_a_finite_distance() -> None:
+    samples = [dataclasses.replace(s, rollout_logprobs=s.rollout_logprobs - 1e3) for s in varied_rollouts()]
+    metrics = make_trainer(GAE).step(samples).metrics
+    assert 1e8 < (metrics["rollout_kl_k3"] or 0) < math.inf
 
 
 def test_a_sum_that_no_metric_is_made_of_is_refused() -> None:
