@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -242,6 +244,16 @@ def test_policies_that_are_far_apart_still_have_a_finite_distance() -> None:
     samples = [dataclasses.replace(s, rollout_logprobs=s.rollout_logprobs - 1e3) for s in varied_rollouts()]
     metrics = make_trainer(GAE).step(samples).metrics
     assert 1e8 < (metrics["rollout_kl_k3"] or 0) < math.inf
+
+
+def test_every_number_of_a_step_is_explained_and_nothing_else() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text().partition("## Metrics")[2]
+    named: list[str] = []
+    for row in page.splitlines():
+        for name in re.findall(r"`(\w+)`", row.split("|")[1]) if row.startswith("| `") else ():
+            named.append(named[-1].rpartition("_")[0] + name if name.startswith("_") else name)
+    assert len(named) == len(set(named))
+    assert set(named) == make_trainer(GAE).step([]).row().keys() | {"training_seconds"}
 
 
 def test_a_sum_that_no_metric_is_made_of_is_refused() -> None:
