@@ -173,4 +173,4 @@ class TrainingConfig(OptimizerConfig):
     record: Annotated[str, Field(pattern=r"^(all|none|sample:\d+)$")] = "sample:64"  # branches a step, per token
     checkpoint_every: NotNegativeInt = 10  # steps; also after the last. 0: never
     keep_checkpoints: PositiveInt = 2  # the newest; those before go
-    shuffle_rewards: bool = False  # the control experiment: rewards permuted over the step's rollouts
+    shuffle_rewards: bool = False  # the control: rewards permuted over the step's rollouts, none for turns

@@ -89,15 +89,19 @@ def place_rewards(
     sequences: Sequence[TokenArrays],
     config: AlgorithmConfig,
 ) -> None:
-    """Put each rollout's reward, [attempts] float64, on its last action, and those of turns on theirs."""
-    for arrays, sample in zip(sequences, samples, strict=True):
-        for turn in sample.turns:
-            if turn.reward is not None and turn.start < turn.end:
-                arrays["rewards"][turn.end - 1] += turn.reward
+    """Add each rollout's reward, [attempts] float64, to that of its last action."""
     for attempt, reward in zip(attempts, rewards.tolist(), strict=True):
         for n in credited(attempt, samples, config.credit):
             actions = np.flatnonzero(sequences[n]["action_mask"])
             sequences[n]["rewards"][actions[-1:]] += reward
+
+
+def place_turn_rewards(samples: Sequence[Sample], sequences: Sequence[TokenArrays]) -> None:
+    """Add the rewards of turns to those of their last actions."""
+    for arrays, sample in zip(sequences, samples, strict=True):
+        for turn in sample.turns:
+            if turn.reward is not None and turn.start < turn.end:
+                arrays["rewards"][turn.end - 1] += turn.reward
 
 
 def kl_kind(kl_config: KLConfig) -> KLKind:

@@ -156,6 +156,8 @@ class Trainer:
 
         if self._algorithm.has_critic:
             credit.place_rewards(attempts, rewards, samples, sequences, self._algorithm)
+            if not self._training.shuffle_rewards:  # those of turns are no other rollout's: they would still teach
+                credit.place_turn_rewards(samples, sequences)
         else:
             credit.spread_advantages(attempts, rewards, samples, sequences, self._algorithm)
         is_scored = self._score(sequences, len(attempts), is_warmup=is_warmup)

@@ -73,6 +73,7 @@ def rewarded(samples: Sequence[Sample], sequences: list[TokenArrays], config: Al
     attempts = credit.attempts_of(samples)
     rewards = torch.tensor([attempt.reward for attempt in attempts], dtype=torch.float64)
     credit.place_rewards(attempts, rewards, samples, sequences, config)
+    credit.place_turn_rewards(samples, sequences)
     return sequences
 
 

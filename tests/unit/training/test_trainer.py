@@ -240,6 +240,17 @@ def test_shuffled_rewards_keep_their_mean_and_change_the_step() -> None:
     assert same(weights_of(control), weights_of(again))
 
 
+def test_shuffled_rewards_leave_none_to_the_turns_that_earned_them() -> None:
+    sample = make_sample([("context", [1]), ("output", [2, 3]), ("context", [4]), ("output", [5])], reward=0.0)
+    turns = tuple(dataclasses.replace(turn, reward=n + 1.0) for n, turn in enumerate(sample.turns))
+    earned = []
+    for shuffle in (False, True):
+        t = make_trainer({"estimator": "gae"}, shuffle_rewards=shuffle)
+        t.step([dataclasses.replace(sample, turns=turns)])
+        earned.append(t.last_batch[0]["rewards"].tolist())
+    assert earned == [[0, 0, 1, 0, 2], [0] * 5]
+
+
 def test_autocast_computes_in_bfloat16_and_keeps_the_weights() -> None:
     samples = random_groups()
     full, half = trainer(), trainer(autocast="bfloat16")
