@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from stenograph.algorithms.kl import adapted_beta
 from stenograph.config import Config
+from stenograph.errors import ConfigError
 from stenograph.training import credit, measuring, weighting
 from stenograph.training.batch import TokenArrays, num_trainable, sequence
 from stenograph.training.credit import Attempt
@@ -64,7 +65,7 @@ class Trainer:
         self._training = config.training
         if self._training.num_threads is not None:
             torch.set_num_threads(self._training.num_threads)
-        device = torch.device(self._training.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = _device(self._training.device)
         self.model = model.eval()
         self.critic = critic
         self._reference = reference
@@ -300,6 +301,17 @@ class Trainer:
 
 
 _CHOICES = ("rewards", "actor", "critic")
+
+
+def _device(name: str | None) -> torch.device:
+    """Raises ConfigError for one that cannot be used."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:  # the latter of a torch that is built without it
+        reason = str(e).partition("\n")[0]
+        raise ConfigError(f"training.device: {name!r} cannot be used ({reason}); leave it out, or give another") from e
+    return device
 
 
 def _check_models(config: Config, critic: ValueModel | None, reference: PreTrainedModel | None) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from stenograph.algorithms.advantages import group_advantages
 from stenograph.config import AlgorithmConfig, Config, TrainingConfig
-from stenograph.errors import CheckpointError
+from stenograph.errors import CheckpointError, ConfigError
 from stenograph.training.trainer import StepReport, Trainer
 from stenograph.types import Sample
 from support.models import tiny_model
@@ -279,6 +279,13 @@ def test_a_reward_that_is_no_number_is_refused(algorithm: dict[str, Any]) -> Non
     for one in broken:
         with pytest.raises(ValueError, match="rollout r has a reward that is not finite; judge it anew"):
             make_trainer(algorithm).step([one, make_sample([("context", [1]), ("output", [3])], rollout="other")])
+
+
+@pytest.mark.parametrize("name", ["nowhere", "cuda:99"])
+def test_a_device_that_cannot_be_used_is_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^training\.device: '{name}' cannot be used .+; leave it out") as refused:
+        trainer(device=name)
+    assert "\n" not in str(refused.value)
 
 
 def test_weights_name_each_tensor_once() -> None:
