@@ -70,7 +70,9 @@ class Trainer:
         self.critic = critic
         self._reference = reference
         self._passes = Passes(config.training, device, Ranks(process_group))
-        num_steps, warmup = config.training.steps, config.critic.warmup_steps
+        num_steps = config.training.steps
+        # Where the warm-up may end sooner, any step may be the actor's: its schedule must last as long as the run.
+        warmup = 0 if config.critic.warmup_explained_variance is not None else config.critic.warmup_steps
         self._actor = Learner("actor", model, config.training, max(1, num_steps - warmup), self._passes)
         self._critic: Learner | None = None
         if critic is not None:

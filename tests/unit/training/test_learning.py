@@ -112,6 +112,20 @@ def test_a_warm_up_ends_where_enough_is_explained(threshold: float, ends: bool) 
     assert [report.is_warmup for report in reports] == [True, not ends, not ends, False]
 
 
+def test_an_actor_learns_to_the_end_of_a_run_whose_warm_up_was_short() -> None:
+    warmup = {"warmup_steps": 4, "warmup_explained_variance": 0.9}
+    trainer = make_trainer(GAE, warmup, steps=6, lr=1e-2, lr_schedule="linear")
+    assert trainer.critic is not None
+    values = torch.zeros(VOCAB)
+    values[1:3] = torch.tensor([0.1, 0.9])
+    give_values(trainer.critic, lambda ids: values[ids])
+    for step in range(6):
+        before, rate = weights_of(trainer.model), trainer.updates["actor"].lr
+        report = trainer.step(one_action({1: 0.0, 2: 1.0}))
+        assert (report.is_warmup, rate > 0) == (step == 0, True)
+        assert same_weights(trainer.model, before) == report.is_warmup
+
+
 def test_a_group_of_equal_rewards_still_trains_beside_a_critic() -> None:
     samples = [dataclasses.replace(sample, reward=0.7) for sample in varied_rollouts()]
     trainer = make_trainer({"estimator": "gae"})
