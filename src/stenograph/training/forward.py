@@ -66,8 +66,11 @@ def target_values(critic: ValueModel, pack: Pack) -> PackValues:
 def _row_logits(model: PreTrainedModel, pack: Pack) -> Tensor:
     """[rows, vocab] float32, after temperature. Only rows go through the language-model head, and no row goes twice."""
     device = model.device
+    # A model of experts would make a balancing loss of them, which nobody reads, and for which our mask is no mask.
+    routers = {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
     with _sdpa(model):
-        output = model(**_inputs(pack, device), logits_to_keep=torch.from_numpy(pack.rows).to(device), use_cache=False)
+        kept = torch.from_numpy(pack.rows).to(device)
+        output = model(**_inputs(pack, device), logits_to_keep=kept, use_cache=False, **routers)
     logits = output.logits[0].float()
     if (pack.row_temperature != 1).any():
         logits = logits / torch.from_numpy(pack.row_temperature).to(device)[:, None]

@@ -138,6 +138,16 @@ def test_gradients_of_values_equal_those_of_single_sequences() -> None:
             assert (parameter.grad - gradient).norm() <= 2e-6 * gradient.norm()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_policy_of_experts_whose_router_is_asked_for_is_packed_like_any_other(family: str) -> None:
+    actor = random_actor(family)
+    assert actor.config.output_router_logits
+    sample = make_sample([("context", [1, 2, 3]), ("output", [4, 5])])
+    (p,) = pack([sequence(sample)], 10)
+    logprobs = actor(torch.from_numpy(sample.ids).long()[None]).logits[0, 2:4].log_softmax(-1)
+    torch.testing.assert_close(target_logprobs(actor, p), logprobs[[0, 1], [4, 5]])
+
+
 def test_the_balancing_loss_comes_with_the_values() -> None:
     critic = critic_from_actor(random_actor("mixtral"), seed=0)
     sample = make_sample([("context", [1, 2, 3]), ("output", [4, 5])])
