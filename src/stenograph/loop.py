@@ -162,6 +162,7 @@ class Loop:
         self._record_tokens(batch)
         if not self.accounts.has_step(batch.step + 1):
             self._record(batch, report, time.monotonic() - began)
+        self.run.sync()  # a release may outlive a power cut, and rows that are only written may not
         # The gateway owns them, their addresses as well as their records.
         await self.attempts.gateway.release(r.session for r in batch.rollouts if r.session)
         current = (-1, self.trainer.version - report.applied)
@@ -243,7 +244,6 @@ class Loop:
         path = checkpoints.folder(run, checkpoints.STEP, self.state.step)
         tokenizer = load_tokenizer(self.config.model)
         if training.checkpoint_every:
-            self.run.sync()
             await asyncio.to_thread(checkpoints.save, path, self.trainer, self.state, tokenizer)
             checkpoints.prune(run, training.keep_checkpoints, self._let_go)
         else:

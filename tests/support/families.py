@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 1}
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.25}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.25}
 MULTIMODAL_ROPE: dict[str, Any] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 TOWER: dict[str, Any] = {
     "hidden_size": 16,

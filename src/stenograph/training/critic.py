@@ -42,7 +42,7 @@ _OF_THE_LM_HEAD = (
 
 
 class ValueOutput(NamedTuple):  # a tuple, since what wraps modules looks for tensors in those
-    """`balancing_loss` is weighted already; None where the configuration does not ask for router logits."""
+    """`balancing_loss` is weighted already; None without experts, or where their balance has no weight."""
 
     values: Tensor  # [batch, tokens] float32, in the unit of the returns
     balancing_loss: Tensor | None  # []
@@ -130,6 +130,8 @@ def as_value_config(config: PreTrainedConfig) -> PreTrainedConfig:
         for name in _OF_THE_LM_HEAD:
             if on := getattr(part, name, None):
                 setattr(part, name, type(on)())
+        if getattr(part, "router_aux_loss_coef", None):
+            part.output_router_logits = True  # without them there would be nothing to balance
     value.value_head = True
     return value
 

@@ -141,7 +141,7 @@ def test_gradients_of_values_equal_those_of_single_sequences() -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_policy_of_experts_whose_router_is_asked_for_is_packed_like_any_other(family: str) -> None:
     actor = random_actor(family)
-    assert actor.config.output_router_logits
+    actor.config.output_router_logits = True
     sample = make_sample([("context", [1, 2, 3]), ("output", [4, 5])])
     (p,) = pack([sequence(sample)], 10)
     logprobs = actor(torch.from_numpy(sample.ids).long()[None]).logits[0, 2:4].log_softmax(-1)
