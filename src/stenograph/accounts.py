@@ -145,7 +145,7 @@ def _row(
     step: int, rollout: Rollout, ledger: Ledger, drift: Sequence[Drift], turns: Mapping[str, Turn]
 ) -> dict[str, Any]:
     row = {"step": step, "rollout_id": rollout.id, "group_id": rollout.group_id, "task_id": rollout.task.id}
-    for name in ("session", "reward", "parts", "status", "error", "seconds"):
+    for name in ("session", "reward", "parts", "turn_rewards", "status", "error", "seconds"):
         row[name] = getattr(rollout, name)
     row["num_turns"] = len(turns)
     row["ledger"] = asdict(ledger)

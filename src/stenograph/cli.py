@@ -110,9 +110,10 @@ def _resume(run: Path, overrides: list[str] | None) -> None:
 
     settings = resumed_config(run, overrides)
     if is_over(run, settings):
-        done = f"{run} has done its {settings.training.steps} steps"
-        print(f"steno: {done}; for more give --set training.steps=N", file=sys.stderr)
-        _say({"run": str(run), **orjson.loads((run / "summary.json").read_bytes())})
+        summary = orjson.loads((run / "summary.json").read_bytes())
+        told = f"{run} has done {summary['steps']} steps, and {settings.training.steps} are asked for"
+        print(f"steno: {told}; for more give --set training.steps=N", file=sys.stderr)
+        _say({"run": str(run), **summary})
         return
     _train(settings, run, RunDir(run).rows("metrics.jsonl"), resumes=True)
 
@@ -125,8 +126,12 @@ def _train(
 
     # Whoever asks politely gets what Ctrl-C gets: its agents ended, and a summary.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    with Progress(settings.training.steps, rows=rows) as progress:
-        loop = _run(train(settings, folder, progress, progress.running, resumes=resumes, origin=origin))
+    try:
+        with Progress(settings.training.steps, rows=rows) as progress:
+            loop = _run(train(settings, folder, progress, progress.running, resumes=resumes, origin=origin))
+    except KeyboardInterrupt:
+        can_resume = settings.training.checkpoint_every and settings.store.kind == "sqlite" and folder.exists()
+        _fail(f"interrupted; go on with: steno train --resume {folder}" if can_resume else "interrupted", INTERRUPTED)
     summary = loop.summary("completed", None)
     closing(progress.console, summary, str(folder))
     if not sys.stdout.isatty():  # a person has just been told

@@ -76,6 +76,10 @@ def _line(row: dict[str, Any], left: str) -> str:
         return f"step {row['step']:>4}  held out {mean:.3f} ± {spread:.3f}"
     rate = row["num_sampled_tokens"] / max(row["seconds"], 1e-9)
     shown = f"step {row['step']:>4}  reward {row['reward_mean']:.3f} {_bar(row['reward_mean'])}"
+    if row.get("turn_reward_mean"):
+        shown += f"  turns {row['turn_reward_mean']:+.3f}"
+    if row.get("is_warmup"):
+        shown += "  warm-up of the critic"
     return f"{shown}  {row['num_sampled_tokens']} tokens, {rate:.0f}/s, {row['seconds']:.0f} s  {left}".rstrip()
 
 

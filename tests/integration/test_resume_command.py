@@ -124,7 +124,7 @@ def test_a_run_that_is_done_says_so_and_goes_on_where_more_is_asked(project: Pro
     run = project.copy("more")
     done = project.steno("train", "--resume", str(run))
     assert (done.code, done.error.count("\n")) == (0, 1)
-    assert "has done its 2 steps" in done.error
+    assert "has done 2 steps, and 2 are asked for" in done.error
     assert json.loads(done.out)["status"] == "completed"
     before = rows(run / "metrics.jsonl")
 

@@ -306,7 +306,7 @@ def test_an_interrupt_ends_the_run_and_its_agents_and_says_so(project: Path) -> 
         process.kill()
         process.wait()
     assert process.returncode == 130
-    assert stderr.splitlines()[-1] == "steno: interrupted"
+    assert stderr.splitlines()[-1] == f"steno: interrupted; go on with: steno train --resume {project / 'run'}"
     assert "Traceback" not in stderr
     assert json.loads((project / "run" / "summary.json").read_text())["status"] == "interrupted"
     assert not any(Path(f"/proc/{pid}").exists() for pid in agents)

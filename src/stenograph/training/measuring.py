@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -30,15 +30,22 @@ def samples(
     attempts: Sequence[Attempt], samples: Sequence[Sample], sequences: Sequence[TokenArrays], version: int
 ) -> Metrics:
     """What the rollouts were like."""
+    by_turn = [_turn_rewards(samples[n] for n in attempt.samples) for attempt in attempts]
     lengths = [sum(int(sequences[n]["loss_mask"].sum()) for n in attempt.samples) for attempt in attempts]
     staleness = (version - flat(sequences, "versions"))[flat(sequences, "loss_mask")].double()
     return {
+        "turn_reward_mean": float(np.mean(by_turn)) if by_turn else None,  # of a rollout, its turns' together
         "response_length_mean": float(np.mean(lengths)) if lengths else None,  # trainable tokens of a rollout
         "response_length_max": float(max(lengths)) if lengths else None,
         "truncation_rate": float(np.mean([sample.truncated for sample in samples])) if samples else None,
         "staleness_mean": staleness.mean().item() if len(staleness) else None,  # in policy versions
         "staleness_max": staleness.max().item() if len(staleness) else None,
     }
+
+
+def _turn_rewards(samples: Iterable[Sample]) -> float:
+    """Of all turns that the samples hold, each once."""
+    return sum({turn.turn: turn.reward or 0.0 for sample in samples for turn in sample.turns}.values())
 
 
 def policies(sequences: Sequence[TokenArrays], *, has_old: bool, has_ref: bool) -> Metrics:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stenograph.config import AlgorithmConfig
 from stenograph.config_training import KLConfig, OffPolicyConfig
-from stenograph.training import credit, weighting
+from stenograph.training import credit, measuring, weighting
 from stenograph.training.batch import TokenArrays, num_trainable, sequence
 from stenograph.types import Sample
 from support.samples import make_sample
@@ -178,3 +178,15 @@ def test_a_mean_of_ones_is_one_whatever_is_rejected_and_not_counted(
     else:
         shares = [a / n for a, n in zip(accepted, lengths, strict=True) if n]
         assert (total, denominator) == (pytest.approx(sum(shares)), len(shares))
+
+
+def test_a_turn_in_several_branches_earns_once() -> None:
+    pieces = [("context", [1]), ("output", [2]), ("context", [3]), ("output", [4])]
+    samples = []
+    for n in range(2):
+        sample = make_sample(pieces, branch=n)
+        shared, own = sample.turns
+        turns = (dataclasses.replace(shared, reward=0.5), dataclasses.replace(own, turn=f"own {n}"))
+        samples.append(dataclasses.replace(sample, turns=turns))
+    measured = measuring.samples(credit.attempts_of(samples), samples, [sequence(sample) for sample in samples], 0)
+    assert measured["turn_reward_mean"] == 0.5
